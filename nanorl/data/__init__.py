@@ -1,0 +1,1 @@
+"""Data: downloads, the embedded tiny world, token files, packed conversations, prompts."""

@@ -1,0 +1,1 @@
+"""Verifiable rewards in plain Python: read an answer out of a text and compare it, exactly."""

@@ -1,0 +1,146 @@
+"""Prompts to a `Rollout`: what a policy wrote, with what it was worth.
+
+The frame of every per-token tensor here and in the RL objectives: sequences are (B, T), prompt first, and index
+t of a (B, T-1) tensor speaks of token t+1. A row is [left padding, prompt, response, right padding]; all prompts
+end in the same column, and the G rows of one prompt follow each other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanorl.chat import encode_prompt
+from nanorl.data.prompts import split_solution
+from nanorl.generate import Completions
+from nanorl.model import KVCache
+from nanorl.objectives.logprobs import selected_logprobs
+from nanorl.tokenizer import Tokenizer
+
+
+@dataclass
+class Rollout:
+    """P prompts, G responses to each, B = P x G rows of T = T_p + R tokens."""
+
+    tokens: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool, true on prompt and response
+    response_mask: Tensor  # (B, T-1) bool, true where token t+1 belongs to the response, its end token included
+    logprobs: Tensor  # (B, T-1) fp32, recorded while sampling, 0 outside the response
+    rewards: Tensor  # (B,) fp32
+    lengths: Tensor  # (B,) int64, response tokens
+    ended: Tensor  # (B,) bool, the end token came before the limit
+    prompt_width: int  # T_p
+    group: int  # G
+    parts: dict[str, Tensor] = field(default_factory=dict)  # the reward's parts, (B,) each
+    texts: list[str] = field(default_factory=list)  # B responses, decoded
+    problems: list[dict] = field(default_factory=list)  # P problems
+
+    def select(self, prompts: Tensor) -> "Rollout":
+        """The rows of these prompts (indices into P), cut to the longest response among them."""
+        rows = (prompts[:, None] * self.group + torch.arange(self.group)).flatten()
+        at = rows.to(self.tokens.device)
+        T = self.prompt_width + int(self.lengths[at].max())
+        return Rollout(
+            self.tokens[at, :T], self.mask[at, :T], self.response_mask[at, : T - 1], self.logprobs[at, : T - 1],
+            self.rewards[at], self.lengths[at], self.ended[at], self.prompt_width, self.group,
+            {name: part[at] for name, part in self.parts.items()},
+            [self.texts[i] for i in rows.tolist()], [self.problems[i] for i in prompts.tolist()],
+        )
+
+
+def merge(rollouts: list[Rollout], pad: int) -> Rollout:
+    """Several rollouts of one group size as one, their prompts aligned at the widest."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    width = max(r.prompt_width for r in rollouts)
+    after = max(r.tokens.size(1) - r.prompt_width for r in rollouts)
+
+    def joined(name: str, fill: float) -> Tensor:
+        """One (B, T) or (B, T-1) tensor of each, padded on both sides."""
+        pieces = []
+        for r in rollouts:
+            right = after - (r.tokens.size(1) - r.prompt_width)
+            pieces.append(F.pad(getattr(r, name), (width - r.prompt_width, right), value=fill))
+        return torch.cat(pieces)
+
+    return Rollout(
+        tokens=joined("tokens", pad), mask=joined("mask", False), response_mask=joined("response_mask", False),
+        logprobs=joined("logprobs", 0.0), prompt_width=width, group=rollouts[0].group,
+        rewards=torch.cat([r.rewards for r in rollouts]), lengths=torch.cat([r.lengths for r in rollouts]),
+        ended=torch.cat([r.ended for r in rollouts]),
+        parts={name: torch.cat([r.parts[name] for r in rollouts]) for name in rollouts[0].parts},
+        texts=[text for r in rollouts for text in r.texts], problems=[p for r in rollouts for p in r.problems],
+    )
+
+
+RewardFn = Callable[[str, str], dict[str, float]]  # (response, gold) -> {"reward": total, part: value, ...}
+
+
+def problem_prompt(tokenizer: Tokenizer, problem: dict, think: bool = False) -> list[int]:
+    """The chat prompt of a problem; with `think` the reply is opened with a reasoning block."""
+    return encode_prompt(tokenizer, [{"role": "user", "content": problem["question"]}], think=think)
+
+
+def assemble(done: Completions, group: int) -> Rollout:
+    """Completions in the (B, T) frame, rewards still 0. Masks come from lengths, never from token ids."""
+    B, R = done.responses.shape
+    width = done.prompts.size(1)
+    written = torch.arange(R, device=done.lengths.device) < done.lengths[:, None]  # (B, R)
+    before = torch.zeros(B, width - 1, device=written.device)
+    return Rollout(
+        tokens=torch.cat((done.prompts.repeat_interleave(group, dim=0), done.responses), dim=1),
+        mask=torch.cat((done.prompt_mask.repeat_interleave(group, dim=0), written), dim=1),
+        response_mask=torch.cat((before.bool(), written), dim=1),
+        logprobs=torch.cat((before, done.logprobs), dim=1),
+        rewards=torch.zeros(B, device=written.device),
+        lengths=done.lengths,
+        ended=done.ended,
+        prompt_width=width,
+        group=group,
+    )
+
+
+def score(rollout: Rollout, tokenizer: Tokenizer, problems: list[dict], reward: RewardFn) -> None:
+    """Decode each response and fill in rewards and their parts."""
+    rollout.problems = problems
+    golds = [split_solution(p["answer"])[1] for p in problems for _ in range(rollout.group)]
+    responses = rollout.tokens[:, rollout.prompt_width :].tolist()
+    lengths = rollout.lengths.tolist()
+    rollout.texts = [tokenizer.decode(ids[:n]) for ids, n in zip(responses, lengths, strict=True)]
+    scores = [reward(text, gold) for text, gold in zip(rollout.texts, golds, strict=True)]
+    device = rollout.tokens.device
+    rollout.parts = {name: torch.tensor([float(s[name]) for s in scores], device=device) for name in scores[0]}
+    rollout.rewards = rollout.parts["reward"]
+
+
+def that_fit(tokenizer: Tokenizer, problems: list[dict], longest: int) -> tuple[list[dict], int]:
+    """The problems whose prompt has at most `longest` tokens, and how many have more."""
+    kept = [p for p in problems if len(problem_prompt(tokenizer, p)) <= longest]
+    return kept, len(problems) - len(kept)
+
+
+def recompute_logprobs(
+    model: nn.Module, lm_head: nn.Linear, rollout: Rollout, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (B, T-1) of the response tokens under `model`, 0 elsewhere, in fp32.
+
+    Each prompt runs once and its group shares the result, forward and backward. `model` may be wrapped in DDP,
+    `lm_head` is the raw module's. Gradients flow through the log-probs, not through the entropies.
+    """
+    G, width = rollout.group, rollout.prompt_width
+    cache = KVCache()
+    prompts, prompt_mask = rollout.tokens[::G, :width], rollout.mask[::G, :width]
+    first = model(prompts, mask=prompt_mask, cache=cache, return_hidden=True)[:, -1:]  # (P, 1, C)
+    hidden = first.repeat_interleave(G, dim=0)  # (B, 1, C): predicts each response's first token
+    if rollout.tokens.size(1) - width > 1:
+        inputs, inputs_mask = rollout.tokens[:, width:-1], rollout.mask[:, width:-1]
+        rest = model(inputs, mask=inputs_mask, cache=cache.repeat(G), return_hidden=True)
+        hidden = torch.cat((hidden, rest), dim=1)  # (B, R, C)
+    where = rollout.response_mask[:, width - 1 :]  # (B, R)
+    targets = rollout.tokens[:, width:][where]
+    values, entropies = selected_logprobs(hidden[where], lm_head.weight, targets, temperature)
+    logprobs = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, values)
+    entropy = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, entropies)
+    return logprobs, entropy
