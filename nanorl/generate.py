@@ -51,6 +51,24 @@ class Completions:
     logprobs: Tensor  # (B, R) fp32, log-probability of each token at the sampling temperature, 0 on padding
     ended: Tensor  # (B,) bool, whether the end token came before the limit
 
+    @classmethod
+    def blank(cls, prompts: Tensor, prompt_mask: Tensor, rows: int, width: int, pad: int) -> "Completions":
+        """Room for `rows` responses of at most `width` tokens, nothing written yet."""
+        device = prompts.device
+        return cls(
+            prompts, prompt_mask,
+            responses=torch.full((rows, width), pad, device=device),
+            lengths=torch.zeros(rows, dtype=torch.long, device=device),
+            logprobs=torch.zeros(rows, width, device=device),
+            ended=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def trim(self) -> "Completions":
+        """Cut to the longest response."""
+        R = int(self.lengths.max())
+        self.responses, self.logprobs = self.responses[:, :R], self.logprobs[:, :R]
+        return self
+
 
 @torch.inference_mode()
 def generate(
@@ -81,13 +99,7 @@ def generate(
     limits = room.clamp(max=sampling.max_new_tokens)
     R = int(limits.max())
     uniforms = torch.rand(B, R, generator=generator).to(device)
-    out = Completions(
-        tokens, mask,
-        responses=torch.full((B, R), pad, device=device),
-        lengths=torch.zeros(B, dtype=torch.long, device=device),
-        logprobs=torch.zeros(B, R, device=device),
-        ended=torch.zeros(B, dtype=torch.bool, device=device),
-    )
+    out = Completions.blank(tokens, mask, B, R, pad)
     # 1. prefill: each prompt once, then its cache and its last logits are handed to the whole group
     cache = KVCache()
     hidden = model(tokens, mask=mask, cache=cache, return_hidden=True)[:, -1]  # (P, C)
@@ -118,9 +130,7 @@ def generate(
             cache.select(keep)
         logits = model(chosen.unsqueeze(1), cache=cache)[:, -1]
     model.train(was_training)
-    R = int(out.lengths.max())
-    out.responses, out.logprobs = out.responses[:, :R], out.logprobs[:, :R]
-    return out
+    return out.trim()
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ import hashlib
 import heapq
 import json
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -46,8 +47,6 @@ R50K_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,
 R50K_VOCAB = 50_304  # 50,256 ranks + 9 specials, padded to a multiple of 64 for the matrix units
 FILE_VERSION = 1
 
-Pair = tuple[int, int]
-
 
 def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str = PATTERN) -> dict[bytes, int]:
     """Learn `vocab_size` ranks (the 256 bytes and `vocab_size` - 256 merges) from texts: {token bytes: rank}.
@@ -55,16 +54,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str = PATTERN) -> 
     The most frequent pair is merged first; among equals, the pair of the lowest ids. The result depends only
     on the words and their counts, not on the order of the texts.
     Raises ValueError if the texts are too small to yield so many merges.
+
+    Inside, a token is the one character chr(id), so a word is a str with a character a token and a pair a str
+    of two: finding and replacing a pair is then `str.find` and `str.replace`, at the speed of C.
     """
-    if vocab_size < 256:
-        raise ValueError(f"vocab_size {vocab_size} is below the 256 bytes that every text needs; raise it")
+    if not 256 <= vocab_size <= sys.maxunicode:
+        raise ValueError(f"vocab_size {vocab_size} must be 256 (the single bytes) to {sys.maxunicode}")
     words, repeats = _count_words(texts, pattern)
-    counts: dict[Pair, int] = defaultdict(int)  # how often each pair stands in the texts
-    where: dict[Pair, set[int]] = defaultdict(set)  # the words that hold, or once held, each pair
+    counts: dict[str, int] = defaultdict(int)  # how often each pair stands in the texts
+    where: dict[str, set[int]] = defaultdict(set)  # the words that hold, or once held, each pair
     for index, word in enumerate(words):
-        for pair in pairwise(word):
-            counts[pair] += repeats[index]
-            where[pair].add(index)
+        for left, right in pairwise(word):
+            counts[left + right] += repeats[index]
+            where[left + right].add(index)
 
     tokens = [bytes([byte]) for byte in range(256)]
     heap = [(-count, pair) for pair, count in counts.items()]
@@ -76,24 +78,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str = PATTERN) -> 
                 f"training text is too small, {vocab_size - len(tokens)} tokens short of the vocab_size; "
                 f"give more text or lower vocab_size by that number"
             )
-        new = len(tokens)
-        tokens.append(tokens[pair[0]] + tokens[pair[1]])
-        born: set[Pair] = set()
+        new = chr(len(tokens))
+        tokens.append(tokens[ord(pair[0])] + tokens[ord(pair[1])])
+        grown: set[str] = set()
         for index in where.pop(pair):
-            words[index], changes = _merge(words[index], pair, new)
-            for changed, difference in changes:
-                counts[changed] += difference * repeats[index]
-                if difference > 0:
-                    where[changed].add(index)
-                    born.add(changed)
+            words[index], lost, born = _merge(words[index], pair, new)
+            for other in lost:
+                counts[other] -= repeats[index]
+            for other in born:
+                counts[other] += repeats[index]
+                where[other].add(index)
+            grown.update(born)
         del counts[pair]
-        for changed in born:  # other counts only fell: their stale heap entries are put right when popped
-            heapq.heappush(heap, (-counts[changed], changed))
+        for other in grown:  # all other counts only fell: their heap entries are put right when popped
+            heapq.heappush(heap, (-counts[other], other))
     return {token: rank for rank, token in enumerate(tokens)}
 
 
-def _count_words(texts: Iterable[str], pattern: str) -> tuple[list[list[int]], list[int]]:
-    """Distinct words of two bytes or more, as lists of byte values, and how often each occurs."""
+def _count_words(texts: Iterable[str], pattern: str) -> tuple[list[str], list[int]]:
+    """Distinct words of two bytes or more, a character a byte, and how often each occurs."""
     if isinstance(texts, str):
         raise ValueError("texts must be an iterable of strings, got one string; wrap it in a list")
     compiled = regex.compile(pattern)
@@ -103,57 +106,44 @@ def _count_words(texts: Iterable[str], pattern: str) -> tuple[list[list[int]], l
         if sum(map(len, pieces)) != len(text):
             raise ValueError(f"pattern {pattern!r} skips characters of {text[:40]!r}; make it match all")
         counter.update(pieces)
-    words, repeats = [], []
-    for piece, count in counter.items():
-        word = _utf8(piece)
-        if len(word) > 1:
-            words.append(list(word))
-            repeats.append(count)
-    return words, repeats
+    words = {_utf8(piece).decode("latin-1"): count for piece, count in counter.items()}
+    words = {word: count for word, count in words.items() if len(word) > 1}
+    return list(words), list(words.values())
 
 
-def _pop_most_frequent(heap: list[tuple[int, Pair]], counts: dict[Pair, int]) -> Pair | None:
+def _pop_most_frequent(heap: list[tuple[int, str]], counts: dict[str, int]) -> str | None:
     """Pop until the top entry's count is true. A stale entry (too high) goes back with the true count."""
     while heap:
         negative, pair = heapq.heappop(heap)
         count = counts.get(pair, 0)
+        if count == 0:
+            continue
         if count == -negative:
             return pair
-        if 0 < count < -negative:
-            heapq.heappush(heap, (-count, pair))
+        heapq.heappush(heap, (-count, pair))
     return None
 
 
-def _merge(word: list[int], pair: Pair, new: int) -> tuple[list[int], list[tuple[Pair, int]]]:
-    """Replace `pair` by `new`, left to right. Returns the new word and each (pair, +1 or -1) that it changes.
+def _merge(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
+    """Replace `pair` by `new`, left to right. Returns the new word, the pairs lost and the pairs born.
 
-    [1, 2, 3] with pair (1, 2) and new 9 gives [9, 3] and [((2, 3), -1), ((9, 3), +1)].
-    The merged pair's own count is left out: the caller deletes it.
+    "xaby" with pair "ab" and new "Z" gives "xZy", lost ["xa", "by"] and born ["xZ", "Zy"].
+    The merged pair itself is not listed: the caller drops its count.
     """
-    left, right = pair
-    merged: list[int] = []
-    changes: list[tuple[Pair, int]] = []
-    start, last = 0, len(word) - 1
-    while start < last:
-        try:
-            at = word.index(left, start, last)
-        except ValueError:
-            break
-        merged += word[start:at]
-        if word[at + 1] != right:
-            merged.append(left)
-            start = at + 1
-            continue
-        if merged:
-            before = merged[-1]
-            changes += [((before, left), -1), ((before, new), 1)]
-        if at + 1 < last:
-            after = word[at + 2]
-            changes += [((right, after), -1), ((new, after), 1)]
-        merged.append(new)
-        start = at + 2
-    merged += word[start:]
-    return merged, [(changed, difference) for changed, difference in changes if changed != pair]
+    lost: list[str] = []
+    born: list[str] = []
+    at, end = word.find(pair), -1  # where this occurrence starts, where the one before it ended
+    while at >= 0:
+        if at > 0:
+            before = new if at == end else word[at - 1]
+            lost.append(before + pair[0])
+            born.append(before + new)
+        end = at + 2
+        if end < len(word):
+            lost.append(pair[1] + word[end])
+            born.append(new + word[end])
+        at = word.find(pair, end)
+    return word.replace(pair, new), lost, born
 
 
 class Tokenizer:

@@ -61,9 +61,10 @@ def test_reads_json_lines(tmp_path: Path, name: str) -> None:
 def test_reads_a_folder_in_order_with_lines_of_each_file(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "01.jsonl.zst", ["c", "d", "e"])
     write_jsonl(tmp_path / "00.jsonl", ["a", "b"])
+    (tmp_path / "02.txt").write_text("f\ng\nh\n")
     (tmp_path / "notes.md").write_text("not read")
-    assert list(read_texts(tmp_path)) == ["a", "b", "c", "d", "e"]
-    assert list(read_texts(tmp_path, lines=1)) == ["a", "c"]
+    assert list(read_texts(tmp_path)) == ["a", "b", "c", "d", "e", "f\ng\nh\n"]
+    assert list(read_texts(tmp_path, lines=2)) == ["a", "b", "c", "d", "f\ng\n"]
 
 
 def test_reads_zst_of_several_frames_and_lines_across_them(tmp_path: Path, monkeypatch) -> None:
@@ -90,12 +91,6 @@ def test_txt_pieces_join_to_the_file(tmp_path_factory, text: str, piece: int) ->
         pieces = list(read_texts(path))
     assert "".join(pieces) == text
     assert all(len(part) < 2 * piece for part in pieces)  # a line without end does not fill the memory
-
-
-def test_txt_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one\ntwo\nthree\n")
-    assert list(read_texts(path, lines=2)) == ["one\ntwo\n"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +156,7 @@ def test_real_file_in_the_pile_shape(tmp_path: Path, tokenizer: Tokenizer) -> No
     info = write_tokens(texts, tokenizer, tmp_path / "val.h5")
     assert info["documents"] == len(texts)
     assert info["tokens"] == info["source_bytes"] + len(texts)  # a byte a token, an end token a document
-    row = next(TokenBatches(tmp_path / "val.h5", 1, 40))[0]
+    row = next(TokenBatches(tmp_path / "val.h5", 1, 40))["tokens"][0]
     assert tokenizer.decode(row[1:-1].tolist()).strip("\ufffd") in "".join(texts)
 
 
@@ -256,24 +251,24 @@ def test_batches_are_windows_of_the_file(token_file: Path) -> None:
     windows = {tuple(window) for window in np.lib.stride_tricks.sliding_window_view(tokens, 9)}
     batches = TokenBatches(token_file, batch_size=5, length=8)
     for _ in range(20):
-        batch = next(batches)
+        batch = next(batches)["tokens"]
         assert batch.shape == (5, 9) and batch.dtype == torch.int64
         assert all(tuple(row) in windows for row in batch.tolist())
 
 
 def test_first_and_last_token_are_reached(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_tokens(["abc"], tokenizer, tmp_path / "a.h5")  # 4 tokens
-    rows = next(TokenBatches(tmp_path / "a.h5", batch_size=30, length=2)).tolist()
+    rows = next(TokenBatches(tmp_path / "a.h5", batch_size=30, length=2))["tokens"].tolist()
     end = tokenizer.end_of_text
     assert {tuple(row) for row in rows} == {(97, 98, 99), (98, 99, end)}
-    whole = next(TokenBatches(tmp_path / "a.h5", batch_size=2, length=3)).tolist()
+    whole = next(TokenBatches(tmp_path / "a.h5", batch_size=2, length=3))["tokens"].tolist()
     assert whole == [[97, 98, 99, end]] * 2
 
 
 def test_order_follows_from_seed_and_position(token_file: Path) -> None:
     def take(n: int, **kwargs) -> torch.Tensor:
         batches = TokenBatches(token_file, batch_size=4, length=8, **kwargs)
-        return torch.stack([next(batches) for _ in range(n)])
+        return torch.stack([next(batches)["tokens"] for _ in range(n)])
 
     assert torch.equal(take(6), take(6))
     assert torch.equal(take(6)[4:], take(2, position=4))  # resume
@@ -286,21 +281,18 @@ def test_order_follows_from_seed_and_position(token_file: Path) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_share_the_batch_of_one_process(token_file: Path, world: int) -> None:
-    whole = next(TokenBatches(token_file, batch_size=7, length=8, position=3))
+    def batch(rank: int, world: int) -> torch.Tensor:
+        return next(TokenBatches(token_file, 7, 8, position=3, rank=rank, world=world))["tokens"]
+
     for rank in range(world):
-        part = next(TokenBatches(token_file, batch_size=7, length=8, position=3, rank=rank, world=world))
-        assert torch.equal(part, whole[rank::world])
+        assert torch.equal(batch(rank, world), batch(0, 1)[rank::world])
 
 
 def test_survives_pickling(token_file: Path) -> None:
     batches = TokenBatches(token_file, batch_size=4, length=8)
     next(batches)
     copy = pickle.loads(pickle.dumps(batches))
-    assert torch.equal(next(copy), next(batches))
-
-
-def _sums(batches: TokenBatches, results) -> None:
-    results.put([int(next(batches).sum()) for _ in range(5)])
+    assert torch.equal(next(copy)["tokens"], next(batches)["tokens"])
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
@@ -308,12 +300,11 @@ def test_survives_a_fork(token_file: Path) -> None:
     batches = TokenBatches(token_file, batch_size=4, length=8)
     next(batches)  # the file is open in this process
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    child = context.Process(target=_sums, args=(batches, results))
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put(next(batches)["tokens"].tolist()))
     child.start()
-    theirs = results.get(timeout=60)
+    assert queue.get(timeout=20) == next(batches)["tokens"].tolist()
     child.join()
-    assert theirs == [int(next(batches).sum()) for _ in range(5)]
 
 
 def test_another_tokenizer_is_refused(token_file: Path, tokenizer: Tokenizer) -> None:

@@ -49,7 +49,7 @@ def check_entropy_by_hand(token_entropy):
 
 
 def check_selected_equals_the_slow_way(selected_logprobs):
-    for chunk in (1, 3, 4, 11, 100):
+    for chunk in (1, 3, 4, 11, 100, None):
         hidden, weight, targets = rows()
         got, entropy = selected_logprobs(hidden, weight, targets, temperature=0.7, chunk=chunk)
         logp = (hidden @ weight.T / 0.7).log_softmax(-1)

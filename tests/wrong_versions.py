@@ -97,19 +97,21 @@ def logprobs_in_half_precision(logits, tokens, temperature=1.0):
     return logp.gather(-1, tokens[:, 1:, None])[..., 0].float()
 
 
-def selected_all_at_once(hidden, weight, targets, temperature=1.0, chunk=1024, entropy_gradient=False):
+def selected_all_at_once(hidden, weight, targets, temperature=1.0, chunk=None, entropy_gradient=False):
     return LP.selected_logprobs(hidden, weight, targets, temperature, 10**9, entropy_gradient)
 
 
 def selected_without_recomputation(
-        hidden, weight, targets, temperature=1.0, chunk=1024, entropy_gradient=False):
+        hidden, weight, targets, temperature=1.0, chunk=None, entropy_gradient=False):
+    chunk = chunk or len(targets)
     parts = [LP.selected_logprobs(h, weight, t, temperature, chunk, entropy_gradient)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def selected_dropping_the_last_chunk(
-        hidden, weight, targets, temperature=1.0, chunk=1024, entropy_gradient=False):
+        hidden, weight, targets, temperature=1.0, chunk=None, entropy_gradient=False):
+    chunk = chunk or len(targets)
     n = len(targets) // chunk * chunk or len(targets)
     out = LP.selected_logprobs(hidden[:n], weight, targets[:n], temperature, chunk, entropy_gradient)
     return tuple(F.pad(part, (0, len(targets) - n)) for part in out)

@@ -292,7 +292,7 @@ def token_info(path: str | Path, tokenizer: Tokenizer | None = None) -> dict:
 
 
 class TokenBatches:
-    """Endless iterator of {"tokens": (B_local, T+1) int64} windows of a token file: T of its tokens are targets.
+    """Endless iterator of {"tokens": (B_local, T+1) int64}: windows of a token file, with T targets each.
 
     Batch number `position` holds `batch_size` random windows that follow from (seed, position) alone, and a
     rank takes its rows [rank::world]: the order of the data does not depend on the number of processes, and

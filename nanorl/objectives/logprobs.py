@@ -4,7 +4,7 @@
 
 `token_logprobs` is the short version, which needs all logits (B, T, V) at once. `selected_logprobs` is the
 one that training uses: it starts from the hidden states of the N positions that matter and projects them onto
-the vocabulary a chunk at a time, so that at most `chunk` rows of logits exist, in forward and in backward.
+the vocabulary a chunk at a time, so that no more than the logits of one chunk exist, forward or backward.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanorl.objectives.masking import masked_sum
+
+CHUNK_LOGITS = 2**25  # logits that exist at once: 128 MiB in fp32
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -37,7 +39,7 @@ def selected_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of chosen tokens and exact entropies, never holding the logits of all positions.
@@ -45,6 +47,7 @@ def selected_logprobs(
     hidden   (N, C)  what the model's `lm_head` consumes, at the positions that predict a chosen token
     weight   (V, C)  the matrix of `lm_head`
     targets  (N,)    the chosen tokens
+    chunk            positions projected at once; None: as many as make 2^25 logits
     returns  (logprobs (N,), entropy (N,)), both fp32
 
     Where gradients are recorded and N exceeds `chunk`, the logits of each chunk are thrown away after the
@@ -54,6 +57,7 @@ def selected_logprobs(
     """
     _check_temperature(temperature)
     n = hidden.shape[0]
+    chunk = chunk or max(1, CHUNK_LOGITS // weight.shape[0])
     recompute = torch.is_grad_enabled() and n > chunk
     options = {"use_reentrant": False, "preserve_rng_state": False}
     parts = []
