@@ -17,7 +17,7 @@ from nanorl.config import StageConfig
 from nanorl.data.prompts import load_problems, split_solution
 from nanorl.generate import Completions, Sampling, generate
 from nanorl.model import Transformer
-from nanorl.rewards.parsing import final_answer, stated_number, well_formed
+from nanorl.rewards.parsing import final_answer, well_formed
 from nanorl.rewards.verifiers import correct
 from nanorl.rollout import problem_prompt
 from nanorl.statistics import pass_at_k, wilson
@@ -110,7 +110,7 @@ def _judged(
         zip(done.responses.tolist(), done.lengths.tolist(), done.ended.tolist(), strict=True)
     ):
         text = opening + tokenizer.decode(ids[:n])
-        form_ok = stated_number(text) is not None if form == "document" else well_formed(text)
+        form_ok = final_answer(text) is not None if form == "document" else well_formed(text)
         rows[i // group].append((text, correct(text, golds[i // group]), bool(ended and form_ok), n))
     return rows
 

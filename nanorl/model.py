@@ -12,7 +12,9 @@ Three ways to say which positions may see which, and never two at once:
 * nothing: plain causal attention, every row full;
 * `mask` (B, T), true on real tokens: left-padded prompts. Positions count real tokens only, so a prompt gives
   the same logits alone and padded in a batch;
-* `documents` (B, T): packed rows. A position sees its own document only, and positions restart with each.
+* `documents` (B, T): packed rows, -1 on padding. A position sees its own document only, and positions restart with
+  each. With `shared` (B, T), true on the tokens of a prompt at the row's start, every document of the row sees that
+  prompt too and continues its positions: a whole group of responses in one row, their prompt run once.
 
 A `KVCache` continues any of the first two.
 
@@ -211,11 +213,12 @@ class Transformer(nn.Module):
         tokens: Tensor,
         mask: Tensor | None = None,
         documents: Tensor | None = None,
+        shared: Tensor | None = None,
         cache: KVCache | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
         """Logits (B, T, V), or with `return_hidden` what `lm_head` consumes, (B, T, C)."""
-        hidden = self.forward_hidden(tokens, mask, documents, cache)
+        hidden = self.forward_hidden(tokens, mask, documents, shared, cache)
         return hidden if return_hidden else self.lm_head(hidden)
 
     def forward_hidden(
@@ -223,18 +226,22 @@ class Transformer(nn.Module):
         tokens: Tensor,
         mask: Tensor | None = None,
         documents: Tensor | None = None,
+        shared: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Hidden states (B, T, C) after the last norm.
 
-        `mask` (B, T) bool, `documents` (B, T) int and `cache` as in the module's docstring. With a cache,
-        `tokens` are the new positions only; they may be padded on either side, as `mask` says.
+        `mask` (B, T) bool, `documents` (B, T) int, `shared` (B, T) bool and `cache` as in the module's docstring.
+        With a cache, `tokens` are the new positions only; they may be padded on either side, as `mask` says.
 
         Raises ValueError where the sequence is longer than the context.
         """
-        past = cache.length if cache is not None else 0
-        B, T = tokens.shape
-        positions, allowed = self._geometry(tokens, mask, documents, cache)
+        if documents is not None:
+            if mask is not None or cache is not None:
+                raise ValueError("documents cannot be combined with mask or cache; pass one of them")
+            positions, allowed = self._packed(documents, shared)
+        else:
+            positions, allowed = self._padded(tokens, mask, cache)
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -242,23 +249,28 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, allowed, cache, i)
         if cache is not None:
-            cache.length = past + T
+            cache.length += tokens.size(1)
         return self.norm(x)
 
-    def _geometry(self, tokens, mask, documents, cache) -> tuple[Tensor, Tensor | None]:
+    def _packed(self, documents: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Position of each token of packed rows (B, T), and which keys each may see (B, 1, T, T)."""
+        T = documents.size(1)
+        index = torch.arange(T, device=documents.device)
+        starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        positions = index - torch.where(starts, index, 0).cummax(dim=1).values
+        visible = documents[:, :, None] == documents[:, None, :]  # (B, T, T)
+        if shared is not None:
+            positions = positions + shared.sum(dim=1, keepdim=True) * ~shared
+            visible = visible | shared[:, None, :]
+        positions = positions.masked_fill(documents < 0, 0)
+        self._check_length(int(positions.max()) + 1)
+        return positions, (visible & causal(T, T, documents.device)).unsqueeze(1)
+
+    def _padded(
+        self, tokens: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Position of each token (B, T) or (1, T), and which keys each may see: (B, 1, T, past + T), None = causal."""
-        B, T = tokens.shape
-        device = tokens.device
-        if documents is not None:
-            if mask is not None or cache is not None:
-                raise ValueError("documents cannot be combined with mask or cache: packed rows have no padding")
-            index = torch.arange(T, device=device)
-            starts = torch.cat((torch.ones_like(documents[:, :1], dtype=torch.bool),
-                                documents[:, 1:] != documents[:, :-1]), dim=1)
-            positions = index - torch.where(starts, index, 0).cummax(dim=1).values
-            same = documents[:, :, None] == documents[:, None, :]
-            self._check_length(T)
-            return positions, (same & causal(T, T, device)).unsqueeze(1)
+        T, device = tokens.size(1), tokens.device
         if mask is None and cache is None:
             self._check_length(T)
             return torch.arange(T, device=device).unsqueeze(0), None
@@ -271,12 +283,11 @@ class Transformer(nn.Module):
             cache.mask = seen
         new = seen[:, -T:]
         positions = (n_past + new.cumsum(dim=1) - 1).clamp(min=0)
-        if T > 1 or cache is None:
+        if T > 1 or seen.size(1) > self.cfg.context_length:  # reading the number waits for a GPU: not at each step
             self._check_length(int(positions.max()) + 1)
-        allowed = seen[:, None, :] & causal(T, seen.size(1), device)
-        # a padded query sees itself only, so that its softmax has something to sum over
-        allowed = allowed | torch.eye(T, dtype=torch.bool, device=device)[None].expand(B, T, T) if T == seen.size(1) \
-            else allowed
+        allowed = seen[:, None, :] & causal(T, seen.size(1), device)  # (B, T, past + T)
+        if T == seen.size(1):  # padding on the left sees itself, so that its softmax has something to sum over
+            allowed = allowed | torch.eye(T, dtype=torch.bool, device=device)
         return positions, allowed.unsqueeze(1)
 
     def _check_length(self, length: int) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from nanorl.chat import encode_prompt
 from nanorl.data.prompts import split_solution
 from nanorl.generate import Completions
-from nanorl.model import KVCache
 from nanorl.objectives.logprobs import selected_logprobs
 from nanorl.tokenizer import Tokenizer
 
@@ -126,21 +125,39 @@ def recompute_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (B, T-1) of the response tokens under `model`, 0 elsewhere, in fp32.
 
-    Each prompt runs once and its group shares the result, forward and backward. `model` may be wrapped in DDP,
-    `lm_head` is the raw module's. Gradients flow through the log-probs, not through the entropies.
+    The G responses of a prompt are packed behind it into one row: the prompt runs once, forward and backward, and
+    padding is what is left at the end of P rows, not of P x G. `model` may be wrapped in DDP, `lm_head` is the raw
+    module's. Gradients flow through the log-probs, not through the entropies.
     """
-    G, width = rollout.group, rollout.prompt_width
-    cache = KVCache()
-    prompts, prompt_mask = rollout.tokens[::G, :width], rollout.mask[::G, :width]
-    first = model(prompts, mask=prompt_mask, cache=cache, return_hidden=True)[:, -1:]  # (P, 1, C)
-    hidden = first.repeat_interleave(G, dim=0)  # (B, 1, C): predicts each response's first token
-    if rollout.tokens.size(1) - width > 1:
-        inputs, inputs_mask = rollout.tokens[:, width:-1], rollout.mask[:, width:-1]
-        rest = model(inputs, mask=inputs_mask, cache=cache.repeat(G), return_hidden=True)
-        hidden = torch.cat((hidden, rest), dim=1)  # (B, R, C)
-    where = rollout.response_mask[:, width - 1 :]  # (B, R)
-    targets = rollout.tokens[:, width:][where]
-    values, entropies = selected_logprobs(hidden[where], lm_head.weight, targets, temperature)
+    tokens, documents = pack_groups(rollout)  # (P, S)
+    hidden = model(tokens, documents=documents, shared=documents == 0, return_hidden=True)  # (P, S, C)
+    # a token is predicted one place before it, the first of each response at the end of the prompt
+    index = torch.arange(tokens.size(1), device=tokens.device)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    before = torch.where(first, (documents == 0).sum(dim=1, keepdim=True), index) - 1  # (P, S)
+    where = documents > 0
+    rows = where.nonzero()[:, 0]
+    values, entropies = selected_logprobs(hidden[rows, before[where]], lm_head.weight, tokens[where], temperature)
     logprobs = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, values)
     entropy = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, entropies)
     return logprobs, entropy
+
+
+def pack_groups(rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Each prompt and its group's responses in one row: tokens (P, S) and documents (P, S), both int64.
+
+    Documents are 0 on the prompt, 1 to G on the responses in order, -1 on the padding at the row's end.
+    """
+    G, T = rollout.group, rollout.tokens.size(1)
+    P, device = len(rollout.tokens) // G, rollout.tokens.device
+    documents = torch.arange(1, G + 1, device=device).view(1, G, 1).expand(P, G, T).clone()
+    documents[:, :, : rollout.prompt_width] = 0
+    kept = rollout.mask.view(P, G, T).clone()
+    kept[:, 1:, : rollout.prompt_width] = False  # the prompt once
+    kept = kept.view(P, G * T)
+    lengths = kept.sum(dim=1, keepdim=True)
+    real = torch.arange(int(lengths.max()), device=device) < lengths  # (P, S)
+    packed = [torch.zeros_like(real, dtype=torch.long), torch.full_like(real, -1, dtype=torch.long)]
+    packed[0][real] = rollout.tokens.view(P, G * T)[kept]
+    packed[1][real] = documents.view(P, G * T)[kept]
+    return packed[0], packed[1]

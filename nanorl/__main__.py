@@ -1,0 +1,216 @@
+"""The command line: `python -m nanorl <command>`, over the same settings as the notebooks.
+
+`--preset` is read first, so that the defaults in the help are that preset's. What a user can get wrong ends in one
+line and exit status 2; with NANORL_DEBUG=1 in the environment it ends in the traceback.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import tyro
+from pydantic import Field, ValidationError, create_model
+
+from nanorl import config, distributed, evaluate, launch, talk
+from nanorl.config import StageConfig
+from nanorl.data.prepare import PrepareConfig, prepare
+
+FOR_TRAINING = ("resume", "keep_last", "tracker")  # settings that mean nothing to a command that does not train
+FOR_RUNNING = ("device", "precision", *FOR_TRAINING)  # nor these to one that runs no model
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word of the command line."""
+
+    summary: str  # a line for the list of commands
+    about: str  # the rest of what there is to know, for its own help
+    example: str  # flags worth trying
+    config: type[StageConfig]
+    run: Callable[[Any, dict], None]  # called with the config and the values of `flags`
+    flags: dict[str, tuple] = field(default_factory=dict)  # those that are no settings: name -> (type, Field)
+    hidden: tuple[str, ...] = ()  # settings that are no flags here
+
+
+def commands() -> dict[str, Command]:
+    """Every command by name, in the order of the course."""
+    nproc = {"nproc": (int, Field(1, description="processes on this machine; under torchrun leave it out"))}
+    of = {"of": (Literal["pretrain", "sft", "grpo"], Field("grpo", description="the stage to judge"))}
+    as_json = {"json": (bool, Field(False, description="print JSON for programs: a list, one record a stage"))}
+
+    def training(stage: str, summary: str, about: str, example: str) -> Command:
+        return Command(summary, about + "\n--resume goes on from its latest checkpoint, --resume PATH from another.",
+                       example, launch.STAGES[stage][1], run_stage, nproc)
+
+    return {
+        "prepare": Command(
+            "make what the trainers read: tokenizer, corpus, conversations",
+            "What is there already is left alone.", "--data path/to/gsm8k --tokenizer r50k_base",
+            PrepareConfig, run_prepare, hidden=FOR_RUNNING),
+        "pretrain": training(
+            "pretrain", "train a model from nothing to predict the next token", "Needs `prepare`.", "--steps 2000"),
+        "sft": training(
+            "sft", "teach the pretrained model to answer in the chat form", "Needs `pretrain`.", "--lr 5e-4"),
+        "grpo": training(
+            "grpo", "teach the SFT model to reason, by reinforcement learning from checkable answers", "Needs `sft`.",
+            "--nproc 2 --kl-coef 0.01"),
+        "eval": Command(
+            "judge one stage on held-out problems", "Prints its record of the table as JSON.", "--of sft",
+            evaluate.EvalConfig, run_eval, of, FOR_TRAINING),
+        "table": Command(
+            "judge all finished stages of a run and compare them", "Accuracies come with 95% intervals.", "--json",
+            evaluate.EvalConfig, run_table, as_json, FOR_TRAINING),
+        "chat": Command(
+            "talk to a trained model", "An empty line ends the conversation, /new starts it over.",
+            '--think --prompt "Tom has 3 apples and buys 4 more. How many apples does Tom have?"',
+            talk.ChatConfig, run_chat, hidden=FOR_TRAINING),
+    }
+
+
+# ---- what they do --------------------------------------------------------------------------------------
+
+def run_prepare(cfg: PrepareConfig, _: dict) -> None:
+    """Print a line about each product."""
+    for line in prepare(cfg):
+        print(line, flush=True)
+
+
+def run_stage(cfg: StageConfig, flags: dict) -> None:
+    """Train; the trainer itself reports its progress."""
+    step = None
+    for record in launch.launch(launch.STAGES[cfg.stage][0], cfg, flags["nproc"]):
+        step = record["step"]
+    if distributed.is_main():
+        print(f"{cfg.stage}: {'nothing left to do' if step is None else f'step {step}'}, see {cfg.folder}")
+
+
+def run_eval(cfg: evaluate.EvalConfig, flags: dict) -> None:
+    """Print one stage's record."""
+    record = evaluate.judge(cfg, flags["of"])
+    if distributed.is_main():
+        print(json.dumps(record, indent=2))
+
+
+def run_table(cfg: evaluate.EvalConfig, flags: dict) -> None:
+    """Print the table over the stages."""
+    records = evaluate.stage_table(cfg)
+    if distributed.is_main():
+        print(json.dumps(records, indent=2) if flags["json"] else evaluate.format_table(records))
+
+
+def run_chat(cfg: talk.ChatConfig, _: dict) -> None:
+    """Answer one prompt, or hold a conversation."""
+    talk.talk(cfg)
+
+
+# ---- from words to settings ----------------------------------------------------------------------------
+
+def parse(name: str, command: Command, words: list[str]) -> tuple[StageConfig, dict]:
+    """The config and the other flags that `words` mean. ValueError, in one line, for what they cannot mean.
+
+    tyro reads the words and writes the help; `config.resolve` checks the values, as it does for the notebooks.
+    """
+    preset, words = take_preset(bare_resume(words))
+    preset = config.resolve_preset(preset)
+    values = config.preset_values(command.config, preset)
+    settings = {setting: (info.annotation, Field(values.get(setting, info.default), description=info.description))
+                for setting, info in command.config.model_fields.items() if setting not in command.hidden}
+    settings["preset"] = (str, Field(preset, description=settings["preset"][1].description))
+    check_flags(words, settings | command.flags)
+    about = (f"{command.summary[0].upper()}{command.summary[1:]}. {command.about}\n\n"
+             f"example:\n  python -m nanorl {name} --preset {preset} {command.example}\n\n"
+             f"Defaults are those of preset {preset}; another --preset shows its own.")
+    options = read(create_model("Options", **settings, **command.flags), name, about, words).model_dump()
+    flags = {flag: options.pop(flag) for flag in command.flags}
+    del options["preset"]
+    return config.resolve(command.config, preset, **options), flags
+
+
+def read(model: type, name: str, about: str, words: list[str]) -> Any:
+    """`words` as an instance of `model`, by tyro; its framed report of an error as a ValueError of one line."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return tyro.cli(model, prog=f"python -m nanorl {name}", description=about, args=words)
+    except SystemExit as stop:
+        if not stop.code:  # the help was asked for
+            raise
+    lines = [line.strip("│| ") for line in report.getvalue().splitlines() if line.startswith(("│", "|"))]
+    said = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    message = " ".join(lines[:said]) or report.getvalue()
+    raise ValueError(f"{message[:1].lower()}{message[1:].rstrip('.')}; see python -m nanorl {name} --help")
+
+
+def take_preset(words: list[str]) -> tuple[str, list[str]]:
+    """The value of --preset, "auto" where there is none, and the other words."""
+    preset, rest, words = "auto", [], iter(words)
+    for word in words:
+        if word == "--preset":
+            preset = next(words, "")
+        elif word.startswith("--preset="):
+            preset = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return preset, rest
+
+
+def bare_resume(words: list[str]) -> list[str]:
+    """The words with `latest` after a --resume that has no value."""
+    result = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        result += [word, "latest"] if word == "--resume" and following.startswith("-") else [word]
+    return result
+
+
+def check_flags(words: list[str], known: dict[str, tuple]) -> None:
+    """ValueError naming the first flag that is not `known`, and the nearest that is."""
+    names = ["--" + name.replace("_", "-") for name in known]
+    names += ["--no-" + name.replace("_", "-") for name, (kind, _) in known.items() if kind is bool]
+    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    config.check_names(given, [*names, "--help"], "flag")
+
+
+# ---- the way in ----------------------------------------------------------------------------------------
+
+def overview() -> str:
+    """The list of commands."""
+    lines = [f"  {name:10}{command.summary}" for name, command in commands().items()]
+    return "\n".join([
+        "usage: python -m nanorl <command> [flags]", "",
+        "From raw text to a model that reasons, stage by stage.", "",
+        "commands, in the order of the course:", *lines, "",
+        "python -m nanorl <command> --help     every flag of a command, with its default in the preset at hand",
+        "torchrun ... -m nanorl <command>      the same on several GPUs or machines",
+    ])
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    try:
+        known = commands()
+        config.check_names(words[:1], known, "command")
+        command = known[words[0]]
+        command.run(*parse(words[0], command, words[1:]))
+        distributed.close()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, launch.WorkerError) as error:
+        if os.environ.get("NANORL_DEBUG"):
+            raise
+        text = config.one_line_error(error) if isinstance(error, ValidationError) else str(error)
+        print(f"nanorl: error: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
