@@ -144,6 +144,8 @@ def one_line_error(error: ValidationError) -> str:
     """pydantic's report as one line: the first field at fault, its value and what was wanted."""
     first = error.errors()[0]
     message = first["msg"][:1].lower() + first["msg"][1:]
+    if not first["loc"]:  # several fields together
+        return message.removeprefix("value error, ")
     field = ".".join(str(part) for part in first["loc"])
     return f"config field '{field}' is {first['input']!r}: {message}"
 

@@ -10,6 +10,7 @@ multiplied by `world_size()` before backward.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -84,8 +85,10 @@ def wrap(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if not _grouped():
         return model
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # since torch 2.13
+    constant_buffers = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
-                                   broadcast_buffers=False)
+                                   **constant_buffers)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -165,7 +165,7 @@ def _worker_error(folder: Path, nproc: int, error: Exception) -> Exception:
 def _quiet_launcher() -> Iterator[None]:
     """Keep torch's launcher from logging what our own error says in a line."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict
-               if name.startswith("torch.distributed.elastic")]
+               if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

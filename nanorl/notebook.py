@@ -105,6 +105,7 @@ def axes(n: int = 1, width: float = 4.2, height: float = 2.9) -> tuple[Figure, A
     for plot in [plots] if n == 1 else plots:
         plot.grid(color="#e3e3e3", linewidth=0.8)
         plot.set_axisbelow(True)
+        plot.set_prop_cycle(color=COLOURS)
         plot.spines[["top", "right"]].set_visible(False)
     return figure, plots
 
@@ -130,8 +131,8 @@ def curves(
             other.spines["top"].set_visible(False)
             lines += [_curve(other, records, name, x, len(left) + i, smooth) for i, name in enumerate(right)]
             other.set_ylabel(", ".join(right))
-            plot.set_ylabel(", ".join(left))
-        plot.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize=8)
+        names = [*left, *(f"{name} (right axis)" for name in right)]
+        plot.legend(lines, names, frameon=False, fontsize=8, ncol=2, loc="lower left", bbox_to_anchor=(0, 1))
     if title:
         figure.suptitle(title, fontsize=10)
     return figure

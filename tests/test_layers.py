@@ -23,7 +23,7 @@ LAYERS = [
     ["statistics", "evaluate"],
     ["train.progress", "train.supervised", "train.pretrain", "train.sft", "train.reward", "train.preference", "train.ppo",
      "train.grpo"],
-    ["launch", "__main__"],
+    ["launch", "talk", "__main__"],
     ["notebook"],
 ]
 ORDER = [f"nanorl.{name}" for layer in LAYERS for name in layer]

@@ -1,10 +1,21 @@
 """What the processes of the distributed tests run; a spawned process imports it by name."""
 
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
 from nanorl import distributed
+from nanorl.config import StageConfig
+from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
+from nanorl.rollout import Rollout, assemble, recompute_logprobs
+from nanorl.train import grpo, pretrain, sft, supervised
 
 
 def group_report(folder: str) -> dict:
@@ -56,3 +67,77 @@ def reported(folder: str) -> dict:
     with Metrics(folder, "toy", total=1) as metrics:
         metrics.log({"step": 1, "rank": distributed.rank()})
     return {}
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+TINY = dict(vocab_size=300, context_length=112, max_number=20, max_steps=1, precision="fp32", device="cpu")
+
+
+class CourseConfig(StageConfig):
+    """The settings of `course`, which are those of a run."""
+
+    stage: ClassVar[str] = "course"
+
+
+def course(cfg: CourseConfig) -> Iterator[dict]:
+    """Five steps each of pretraining, SFT and GRPO with fixed rollouts, in several micro-batches. The last record of
+    a stage says in `weights` what each rank's parameters were after it."""
+    common = TINY | dict(run=cfg.run, preset=cfg.preset, steps=5, warmup=2, optimizer="adamw", lr=1e-3)
+    rows = dict(batch_size=8, micro_batch_size=2, eval_every=3, eval_batches=2)
+    shape = dict(n_embed=32, n_head=2, n_kv_head=1, n_blocks=2, window=48)
+    reinforced = dict(prompts=6, group=4, epochs=2, micro_prompts=2, max_new_tokens=8, kl_coef=0.1, problems=60,
+                      eval_problems=20, dev_problems=8, eval_every=3)
+    configs = (pretrain.PretrainConfig(**common, **rows, **shape), sft.SFTConfig(**common, **rows),
+               grpo.GRPOConfig(**common, **reinforced))
+    with (patch.object(supervised, "save", compared(supervised.save)), patch.object(grpo, "save", compared(grpo.save)),
+          patch.object(grpo, "sample", fixed_sample)):
+        for stage in configs:
+            train = {"pretrain": pretrain, "sft": sft, "grpo": grpo}[stage.stage].train
+            for record in train(stage):
+                yield {"stage": stage.stage, **record}
+
+
+def compared(save: Callable) -> Callable:
+    """`save`, which then notes each rank's weights in the record."""
+    def save_and_compare(cfg, model, tokenizer, optimizers, source, progress, record, parent):
+        save(cfg, model, tokenizer, optimizers, source, progress, record, parent)
+        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        record["weights"] = distributed.gather_objects([hashlib.sha256(weights).hexdigest()])
+    return save_and_compare
+
+
+def fixed_sample(cfg, policy, tokenizer, stream, step, clock) -> tuple[Rollout, dict]:
+    """Instead of `grpo.sample`: responses, rewards and old log-probs that only depend on the step and the weights."""
+    P, G, R = cfg.prompts, cfg.group, cfg.max_new_tokens
+    B, rng = P * G, torch.Generator().manual_seed(step)
+    prompts = [torch.randint(1, 256, (3 + i,), generator=rng).tolist() for i in range(P)]
+    lengths = torch.randint(1, R + 1, (B,), generator=rng)
+    written = torch.arange(R) < lengths[:, None]
+    responses = torch.randint(1, 256, (B, R), generator=rng) * written
+    tokens, mask = left_pad(prompts, 0, policy.device)
+    whole = assemble(Completions(tokens, mask, responses, lengths, torch.zeros(B, R), lengths < R), G)
+    with torch.no_grad():
+        whole.logprobs = recompute_logprobs(policy, policy.lm_head, whole, cfg.temperature)[0]
+    whole.logprobs += 0.3 * torch.randn(whole.logprobs.shape, generator=rng) * whole.response_mask
+    whole.rewards = torch.randint(0, 2, (B,), generator=rng).float()
+    whole.parts = {"correct": whole.rewards, "format": whole.rewards}
+    whole.problems, whole.texts = [{"question": "", "answer": ""}] * P, [""] * B
+    mine = whole.select(distributed.shard(torch.arange(P)))
+    return mine, grpo.over_all_ranks([mine], G)
+
+
+def rank_1_fails(cfg: CourseConfig) -> Iterator[dict]:
+    """Rank 0 waits for a rank that never comes."""
+    distributed.setup(torch.device("cpu"))
+    yield {"step": 1}
+    if distributed.rank() == 1:
+        raise KeyError("apples")
+    distributed.barrier()
+
+
+def endless(cfg: CourseConfig) -> Iterator[dict]:
+    """Never ends; a record every tenth of a second."""
+    for step in itertools.count(1):
+        yield {"step": step, "loss": float("nan"), "threads": torch.get_num_threads(), "seed": cfg.seed}
+        time.sleep(0.1)

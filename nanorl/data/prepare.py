@@ -34,7 +34,7 @@ class PrepareConfig(StageConfig):
     problem_share: float = Field(0.8, ge=0, le=1, description="share of solved problems in tinyworld's corpus; "
                                  "the rest are stories")
     corpus: str | None = Field(None, description="other text to pretrain on: a .jsonl, .jsonl.zst or .txt file, a "
-                               "folder of them, or a hub name; None makes the corpus from the problems and stories")
+                               "folder of them, or a hub name, "owner/name" or "owner/name:configuration"; None makes the corpus from the problems and stories")
     conversations: int = Field(4_000, ge=20, description="conversations for SFT")
     skip_reasoning: float = Field(0.65, ge=0, le=1, description="share of solved problems in SFT that state the "
                                   "answer without any reasoning")
@@ -120,10 +120,10 @@ def _mixed(a: Iterable, n_a: int, b: Iterable, n_b: int, seed: int) -> Iterator:
 
 def _other_text(source: str, split: str, n: int) -> Iterator[str]:
     """`n` texts from files or the hub. One in DEV_ONE_IN is held out, by its place in the source."""
-    if HUB_NAME.fullmatch(source) and not Path(source).exists():
+    name, _, subset = source.partition(":")
+    if HUB_NAME.fullmatch(name) and not Path(source).expanduser().exists():
         import datasets  # slow to import
 
-        name, _, subset = source.partition(":")
         texts = (row["text"] for row in datasets.load_dataset(name, subset or None, split="train", streaming=True))
     else:
         texts = corpus.read_texts(source)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from nanorl import distributed, paths, runtime
+from nanorl import checkpoint, distributed, paths, runtime
 from nanorl.data.corpus import TokenBatches, token_info
 from nanorl.data.prepare import make_tokenizer
 from nanorl.model import ModelConfig, Transformer
@@ -45,8 +45,14 @@ def train(cfg: PretrainConfig) -> Iterator[dict]:
         raise ValueError(f"window {cfg.window} is longer than context_length {cfg.context_length}; lower window")
     device = distributed.setup(runtime.pick_device(cfg.device))
     runtime.seed_everything(cfg.seed)
-    tokenizer, _ = make_tokenizer(cfg)
     data = paths.data_dir(cfg.run_name)
+    needed = [data / "corpus.h5", *([paths.run_dir(cfg.run_name) / "tokenizer.json"] if cfg.tokenizer == "bpe" else [])]
+    for path in needed:
+        if not path.is_file():
+            flags = {name: getattr(cfg, name) for name in ("preset", "data", "tokenizer", "seed", "run")}
+            given = {name: value for name, value in flags.items() if value is not None}
+            raise FileNotFoundError(f"no {path}; make it with: {checkpoint.command('prepare', **given)}")
+    tokenizer, _ = make_tokenizer(cfg)
     model = Transformer(ModelConfig.of(cfg, vocab_size=tokenizer.vocab_size))
     info = token_info(data / "corpus-dev.h5", tokenizer)
     tokens_per_byte = info["tokens"] / info["source_bytes"]
