@@ -82,7 +82,8 @@ class CourseConfig(StageConfig):
 
 def course(cfg: CourseConfig) -> Iterator[dict]:
     """Five steps each of pretraining, SFT and GRPO with fixed rollouts, in several micro-batches. The last record of
-    a stage says in `weights` what each rank's parameters were after it."""
+    a stage says in `weights` what each rank's parameters were after it. AdamW throughout: Muon orthogonalizes in bf16,
+    where the last bit of a gradient, which depends on the order of a sum, shows at 1e-3."""
     common = TINY | dict(run=cfg.run, preset=cfg.preset, steps=5, warmup=2, optimizer="adamw", lr=1e-3)
     rows = dict(batch_size=8, micro_batch_size=2, eval_every=3, eval_batches=2)
     shape = dict(n_embed=32, n_head=2, n_kv_head=1, n_blocks=2, window=48)
