@@ -123,12 +123,13 @@ def generate(
         n = int(writing.sum())
         if n == 0:
             break
-        # 4. finished rows leave, then everyone else reads the token it wrote
+        # 4. finished rows leave, then everyone else reads the token it wrote; one that is done but still here reads
+        # padding, so that it never grows beyond the context
         if n < LEAVE_AT * len(rows):
             keep = writing.nonzero().squeeze(1)
             rows, chosen, writing = rows[keep], chosen[keep], writing[keep]
             cache.select(keep)
-        logits = model(chosen.unsqueeze(1), cache=cache)[:, -1]
+        logits = model(chosen.unsqueeze(1), mask=writing.unsqueeze(1), cache=cache)[:, -1]
     model.train(was_training)
     return out.trim()
 

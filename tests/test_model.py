@@ -102,6 +102,33 @@ def test_packed_documents_are_as_if_alone(setting):
     assert torch.equal(changed[:, 6:], logits[:, 6:]) and not torch.equal(changed[:, :6], logits[:, :6])
 
 
+@pytest.mark.parametrize("setting, n_kv_head", [("gpt2", 4), ("llama", 2), ("ours", 1)])
+def test_responses_packed_behind_a_shared_prompt_are_as_if_each_had_its_own(setting, n_kv_head):
+    """[prompt A, B, C, padding] in one row equals [A, B] and [A, C], in logits and in every gradient."""
+    C = some_tokens(1, 3, seed=3)
+    row = torch.cat((A, B, C, torch.zeros(1, 2, dtype=torch.long)), dim=1)
+    documents = torch.tensor([[0] * 6 + [1] * 9 + [2] * 3 + [-1] * 2])
+    weights = torch.randn(18, 50)
+
+    def gradients(logits_of):
+        model = a_model(setting, n_kv_head=n_kv_head)
+        logits = logits_of(model)  # (18, V): the prompt, B, C
+        (logits * weights).sum().backward()
+        return logits, [p.grad for p in model.parameters()]
+
+    def packed(model):
+        return model(row, documents=documents, shared=documents == 0)[0, :18]
+
+    def plain(model):
+        first, second = model(torch.cat((A, B), dim=1))[0], model(torch.cat((A, C), dim=1))[0]
+        return torch.cat((first, second[6:]))
+
+    (logits, got), (expected_logits, expected) = gradients(packed), gradients(plain)
+    close(logits, expected_logits)
+    for a, b in zip(got, expected, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5
+
+
 def test_documents_go_with_neither_mask_nor_cache():
     model = a_model()
     for extra in ({"mask": DOCUMENTS >= 0}, {"cache": KVCache()}):

@@ -56,7 +56,9 @@ class Progress:
     loss_history: list[float] = field(default_factory=list)
 
 
-def restore(cfg: OptimConfig, model: Transformer, tokenizer: Tokenizer, optimizers: Optimizers, source: Any) -> Progress:
+def restore(
+    cfg: OptimConfig, model: Transformer, tokenizer: Tokenizer, optimizers: Optimizers, source: Any
+) -> Progress:
     """Put a run back to the checkpoint that `cfg.resume` means; a new run where it means none.
 
     `source` is where batches come from; its `position` is set. Raises ValueError where the checkpoint has another
