@@ -4,17 +4,15 @@
 line and exit status 2; with NANORL_DEBUG=1 in the environment it ends in the traceback.
 """
 
-import contextlib
-import io
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
-from pydantic import Field, ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
 
 from nanorl import config, distributed, evaluate, launch, talk
 from nanorl.config import StageConfig
@@ -24,7 +22,7 @@ FOR_TRAINING = ("resume", "keep_last", "tracker")  # settings that mean nothing 
 FOR_RUNNING = ("device", "precision", *FOR_TRAINING)  # nor these to one that runs no model
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Command:
     """One word of the command line."""
 
@@ -33,15 +31,15 @@ class Command:
     example: str  # flags worth trying
     config: type[StageConfig]
     run: Callable[[Any, dict], None]  # called with the config and the values of `flags`
-    flags: dict[str, tuple] = field(default_factory=dict)  # those that are no settings: name -> (type, Field)
+    flags: dict[str, tuple] = dataclasses.field(default_factory=dict)  # no settings: name -> (type, default, help)
     hidden: tuple[str, ...] = ()  # settings that are no flags here
 
 
 def commands() -> dict[str, Command]:
     """Every command by name, in the order of the course."""
-    nproc = {"nproc": (int, Field(1, description="processes on this machine; under torchrun leave it out"))}
-    of = {"of": (Literal["pretrain", "sft", "grpo"], Field("grpo", description="the stage to judge"))}
-    as_json = {"json": (bool, Field(False, description="print JSON for programs: a list, one record a stage"))}
+    nproc = {"nproc": (int, 1, "processes on this machine; under torchrun leave it out")}
+    of = {"of": (Literal["pretrain", "sft", "grpo"], "grpo", "the stage to judge")}
+    as_json = {"json": (bool, False, "print JSON for programs: a list, one record a stage")}
 
     def training(stage: str, summary: str, about: str, example: str) -> Command:
         return Command(summary, about + "\n--resume goes on from its latest checkpoint, --resume PATH from another.",
@@ -113,37 +111,70 @@ def run_chat(cfg: talk.ChatConfig, _: dict) -> None:
 def parse(name: str, command: Command, words: list[str]) -> tuple[StageConfig, dict]:
     """The config and the other flags that `words` mean. ValueError, in one line, for what they cannot mean.
 
-    tyro reads the words and writes the help; `config.resolve` checks the values, as it does for the notebooks.
+    tyro reads the words and writes the help; all it hands over is text and switches, which `config.resolve` turns
+    into values and checks, as it does for the notebooks.
     """
     preset, words = take_preset(bare_resume(words))
     preset = config.resolve_preset(preset)
-    values = config.preset_values(command.config, preset)
-    settings = {setting: (info.annotation, Field(values.get(setting, info.default), description=info.description))
-                for setting, info in command.config.model_fields.items() if setting not in command.hidden}
-    settings["preset"] = (str, Field(preset, description=settings["preset"][1].description))
-    check_flags(words, settings | command.flags)
-    about = (f"{command.summary[0].upper()}{command.summary[1:]}. {command.about}\n\n"
-             f"example:\n  python -m nanorl {name} --preset {preset} {command.example}\n\n"
-             f"Defaults are those of preset {preset}; another --preset shows its own.")
-    options = read(create_model("Options", **settings, **command.flags), name, about, words).model_dump()
-    flags = {flag: options.pop(flag) for flag in command.flags}
-    del options["preset"]
-    return config.resolve(command.config, preset, **options), flags
+    defaults = config.preset_values(command.config, preset) | {"preset": preset}
+    known = {setting: (info.annotation, defaults.get(setting, info.default), info.description)
+             for setting, info in command.config.model_fields.items() if setting not in command.hidden}
+    known |= command.flags
+    words = checked(name, words, known)
+    options = [(flag, shown_as(kind, about), default if kind is bool else str(default))
+               for flag, (kind, default, about) in known.items()]
+    read = tyro.cli(dataclasses.make_dataclass("Options", options), prog=f"python -m nanorl {name}", args=words,
+                    description=f"{command.summary[0].upper()}{command.summary[1:]}. {command.about}\n\n"
+                                f"example:\n  python -m nanorl {name} --preset {preset} {command.example}\n\n"
+                                f"Defaults are those of preset {preset}; another --preset shows its own.")
+    values = {flag: None if value == "None" else value for flag, value in vars(read).items() if flag != "preset"}
+    flags = {flag: converted(flag, command.flags[flag][0], values.pop(flag)) for flag in command.flags}
+    return config.resolve(command.config, preset, **values), flags
 
 
-def read(model: type, name: str, about: str, words: list[str]) -> Any:
-    """`words` as an instance of `model`, by tyro; its framed report of an error as a ValueError of one line."""
-    report = io.StringIO()
+def shown_as(kind: Any, about: str) -> Any:
+    """A flag's type for tyro, a switch or text, with its help and how that writes it: INT, {adamw,muon}, STR|None."""
+    if kind is bool:
+        return Annotated[bool, tyro.conf.arg(help=about)]
+    parts = [kind] if get_origin(kind) is Literal else get_args(kind) or [kind]
+    shown = ["{" + ",".join(get_args(part)) + "}" if get_origin(part) is Literal else
+             "None" if part is type(None) else part.__name__.upper() for part in parts]
+    return Annotated[str, tyro.conf.arg(help=about, metavar="|".join(shown))]
+
+
+def converted(flag: str, kind: Any, text: str) -> Any:
+    """The value of a flag that is no setting."""
     try:
-        with contextlib.redirect_stderr(report):
-            return tyro.cli(model, prog=f"python -m nanorl {name}", description=about, args=words)
-    except SystemExit as stop:
-        if not stop.code:  # the help was asked for
-            raise
-    lines = [line.strip("│| ") for line in report.getvalue().splitlines() if line.startswith(("│", "|"))]
-    said = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    message = " ".join(lines[:said]) or report.getvalue()
-    raise ValueError(f"{message[:1].lower()}{message[1:].rstrip('.')}; see python -m nanorl {name} --help")
+        return TypeAdapter(kind).validate_python(text)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise ValueError(f"flag --{flag} is {text!r}: {said[0].lower()}{said[1:]}") from None
+
+
+def checked(name: str, words: list[str], known: dict[str, tuple]) -> list[str]:
+    """The words in the form --flag=value, which leaves tyro nothing to guess at. ValueError for the first that is
+    neither a known flag nor its value, with the nearest flag that is known."""
+    switches = [flag for flag, (kind, *_) in known.items() if kind is bool]
+    flags = ["--" + flag.replace("_", "-") for flag in [*known, *(f"no_{flag}" for flag in switches)]]
+    rest, result = iter(words), []
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in ("-h", "--help"):
+            return ["--help"]
+        if not flag.startswith("--"):
+            raise ValueError(f"unexpected '{word}'; see python -m nanorl {name} --help")
+        config.check_names([flag], flags, "flag")
+        if flag.removeprefix("--").removeprefix("no-").replace("-", "_") in switches:
+            if equals:
+                raise ValueError(f"flag {flag} takes no value; see python -m nanorl {name} --help")
+            result.append(flag)
+            continue
+        value = value if equals else next(rest, "--")
+        if not equals and value.startswith("--"):
+            raise ValueError(f"flag {flag} needs a value; see python -m nanorl {name} --help")
+        result.append(f"{flag}={value}")
+    return result
 
 
 def take_preset(words: list[str]) -> tuple[str, list[str]]:
@@ -162,17 +193,10 @@ def take_preset(words: list[str]) -> tuple[str, list[str]]:
 def bare_resume(words: list[str]) -> list[str]:
     """The words with `latest` after a --resume that has no value."""
     result = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
-        result += [word, "latest"] if word == "--resume" and following.startswith("-") else [word]
+    for i, word in enumerate(words):
+        alone = word == "--resume" and (words[i + 1 :] or ["-"])[0].startswith("-")
+        result += [word, "latest"] if alone else [word]
     return result
-
-
-def check_flags(words: list[str], known: dict[str, tuple]) -> None:
-    """ValueError naming the first flag that is not `known`, and the nearest that is."""
-    names = ["--" + name.replace("_", "-") for name in known]
-    names += ["--no-" + name.replace("_", "-") for name, (kind, _) in known.items() if kind is bool]
-    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    config.check_names(given, [*names, "--help"], "flag")
 
 
 # ---- the way in ----------------------------------------------------------------------------------------
@@ -185,13 +209,14 @@ def overview() -> str:
         "From raw text to a model that reasons, stage by stage.", "",
         "commands, in the order of the course:", *lines, "",
         "python -m nanorl <command> --help     every flag of a command, with its default in the preset at hand",
-        "torchrun ... -m nanorl <command>      the same on several GPUs or machines",
+        "torchrun ... -m nanorl -- <command>   the same on several GPUs or machines; the -- keeps --run from torchrun",
     ])
 
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = sys.argv[1:] if words is None else words
+    words = words[1:] if words[:1] == ["--"] else words
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -207,7 +232,7 @@ def main(words: list[str] | None = None) -> int:
         if os.environ.get("NANORL_DEBUG"):
             raise
         text = config.one_line_error(error) if isinstance(error, ValidationError) else str(error)
-        print(f"nanorl: error: {' '.join(text.split())}", file=sys.stderr)
+        sys.stderr.write(f"nanorl: error: {' '.join(text.split())}\n")  # in one piece, other ranks write too
         return 2
     return 0
 

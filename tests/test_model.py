@@ -219,11 +219,12 @@ def test_gradients_flow_through_a_prompt_shared_by_its_group(setting, n_kv_head)
 def test_a_sequence_longer_than_the_context_is_an_error(setting):
     model, tokens = a_model(setting), some_tokens(2, 25)
     model(tokens[:, :24])
-    cached, full = KVCache(), KVCache()
+    cached, full, index = KVCache(), KVCache(), torch.arange(25).expand(2, -1)
     model(tokens[:, :20], cache=cached)
     model(tokens[:, :24], cache=full)
     for call in (lambda: model(tokens), lambda: model(tokens, mask=torch.ones_like(tokens)),
                  lambda: model(tokens, documents=torch.zeros_like(tokens)),
+                 lambda: model(tokens, documents=(index >= 20).long(), shared=index < 20),
                  lambda: model(tokens[:, 20:], cache=cached), lambda: model(tokens[:, 24:], cache=full)):
         with pytest.raises(ValueError, match="of 25 tokens does not fit the context of 24; shorten it") as error:
             call()
