@@ -11,6 +11,7 @@ from nanorl.config import StageConfig
 from nanorl.data.prepare import PrepareConfig
 from nanorl.evaluate import EvalConfig
 from nanorl.model import ModelConfig
+from nanorl.talk import ChatConfig
 from nanorl.train.grpo import GRPOConfig
 from nanorl.train.pretrain import PretrainConfig
 from nanorl.train.progress import OptimConfig
@@ -18,8 +19,8 @@ from nanorl.train.sft import SFTConfig
 from nanorl.train.supervised import SupervisedConfig
 
 PACKAGE = Path(nanorl.__file__).parent
-CONFIGS = [StageConfig, PrepareConfig, ModelConfig, OptimConfig, SupervisedConfig, PretrainConfig, SFTConfig, GRPOConfig,
-           EvalConfig]
+CONFIGS = [StageConfig, PrepareConfig, ModelConfig, OptimConfig, SupervisedConfig, PretrainConfig, SFTConfig,
+           GRPOConfig, EvalConfig, ChatConfig]
 OWNERS = {"cfg", "config", "usual"}  # what the package calls a config; in its own class it is `self`
 
 
