@@ -95,8 +95,8 @@ def generate(
     model.eval()
     tokens, mask = left_pad(prompts, pad, device)
     B = len(prompts) * group
-    room = model.cfg.context_length - mask.sum(dim=1).repeat_interleave(group)  # (B,)
-    limits = room.clamp(max=sampling.max_new_tokens)
+    room = model.cfg.context_length - mask.sum(dim=1)  # (P,)
+    limits = room.clamp(max=sampling.max_new_tokens).repeat_interleave(group)  # (B,)
     R = int(limits.max())
     uniforms = torch.rand(B, R, generator=generator).to(device)
     out = Completions.blank(tokens, mask, B, R, pad)
@@ -110,8 +110,7 @@ def generate(
     for t in range(R):
         # 2. choose a token for each row
         chosen, logprob = choose(logits, uniforms[rows, t], sampling)
-        done = ~writing
-        chosen, logprob = chosen.masked_fill(done, pad), logprob.masked_fill(done, 0.0)
+        chosen, logprob = chosen.masked_fill(~writing, pad), logprob.masked_fill(~writing, 0.0)
         out.responses[rows, t], out.logprobs[rows, t] = chosen, logprob
         out.lengths[rows] += writing
         if on_token is not None and t < int(out.lengths[0]):
