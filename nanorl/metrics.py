@@ -29,7 +29,7 @@ class Metrics:
     stage        the label of the bar and of the printed lines
     total        the step at which the stage ends
     resume_step  the step that training goes on from: records after it are dropped from the file, those up to
-                 it are kept. 0 starts a new file.
+                 it are kept. 0 starts a new file and puts an old one aside.
     tracker      "none", "wandb" or "tensorboard"; the last two are optional packages
     config       the stage's settings, passed to the tracker
     """
@@ -128,9 +128,9 @@ def one_line(record: dict) -> str:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Drop the records after `step` from the file, all of them when `step` is 0; atomic."""
-    if step == 0:
-        path.unlink(missing_ok=True)
+    """Drop the records after `step` from the file; where `step` is 0 it is put aside as `previous-...`. Atomic."""
+    if step == 0 and path.is_file():
+        os.replace(path, path.with_name(f"previous-{path.name}"))
     elif path.is_file():
         kept = [record for record in read_metrics(path.parent, path.name) if record["step"] <= step]
         draft = path.with_suffix(".tmp")
