@@ -212,3 +212,11 @@ def test_nothing_is_evaluated():
     with open(parsing.__file__, encoding="utf-8") as file:
         source = file.read()
     assert "eval(" not in source and "exec(" not in source and "float(" not in source
+
+
+@pytest.mark.parametrize("text", ["<think>1+1=2\n#### 2</answer>",
+                                  "<think>1+1=2\n#### 2", "#### 2</answer>", "<answer>#### 2"])
+def test_a_chat_reply_without_an_answer_block_settles_on_nothing(text):
+    """The base model's form of an answer does not count inside a reply: the policy would mix the two."""
+    assert final_answer(text) is None
+    assert gsm8k_reward(text, "2") == {"reward": 0.0, "correct": 0.0, "format": 0.0}

@@ -13,6 +13,7 @@ import unicodedata
 from fractions import Fraction
 
 MARK = "####"
+CHAT_MARKS = ("<think>", "</think>", "<answer>", "</answer>")
 MAX_DIGITS = 3000  # with the exponent, below the 4,300 digits that Python reads and prints
 MAX_EXPONENT = 1000  # 1e999999999 would fill the memory
 
@@ -64,13 +65,15 @@ def answer_blocks(text: str) -> list[str]:
 def final_answer(text: str) -> Fraction | None:
     """The number a response settles on, or None.
 
-    It stands in the only answer block; in a text without one, behind the first #### on the same line. Two
-    answer blocks settle on nothing. Text after the block, or after the line, changes nothing: a base model
-    that runs on into the next question is judged on the first.
+    It stands in the only answer block; in a text without any of the marks of a chat reply, behind the first ####
+    on the same line. Two answer blocks settle on nothing. Text after the block, or after the line, changes nothing:
+    a base model that runs on into the next question is judged on the first.
     """
     blocks = answer_blocks(text)
     if blocks:
         return stated_number(blocks[0]) if len(blocks) == 1 else None
+    if any(mark in text for mark in CHAT_MARKS):
+        return None
     _, mark, rest = text.partition(MARK)
     return stated_number(rest.partition("\n")[0]) if mark else None
 
