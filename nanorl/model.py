@@ -47,7 +47,7 @@ class ModelConfig(BaseModel):
     position: Literal["learned", "rope"] = Field("rope", description="learned position embeddings or RoPE")
     norm: Literal["layernorm", "rmsnorm"] = Field("rmsnorm", description="normalisation before each layer")
     mlp: Literal["gelu", "relu2", "swiglu"] = Field("relu2", description="activation of the MLP")
-    n_hidden: int | None = Field(None, ge=8, description="channels inside the MLP; default 4 x n_embed (8/3 for swiglu)")
+    n_hidden: int | None = Field(None, ge=8, description="channels inside the MLP; None: 4 x n_embed, 8/3 x for swiglu")
     bias: bool = Field(False, description="biases in linear layers and LayerNorm")
     qk_norm: bool = Field(False, description="RMS-normalise queries and keys per head")
     tie_embeddings: bool = Field(False, description="lm_head shares the token embedding's weight")

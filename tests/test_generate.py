@@ -196,6 +196,8 @@ def test_rows_stop_where_they_fill_the_context():
         numbers = uniforms_of(0, 20, CONTEXT - 2).tolist()
         for i in (0, 7, 12, 19):
             assert rows_of(done)[i] == generate_naive(model, prompts[i], Sampling(50), -1, numbers[i])[0]
+        done = run(model, prompts, Sampling(50), pad=STOP)  # padding that looks like the end token ends nothing
+        assert done.ended.tolist() == [ids[-1] == STOP for ids in rows_of(done)]
 
 
 def test_greedy_needs_no_numbers():
