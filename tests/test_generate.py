@@ -196,8 +196,15 @@ def test_rows_stop_where_they_fill_the_context():
         numbers = uniforms_of(0, 20, CONTEXT - 2).tolist()
         for i in (0, 7, 12, 19):
             assert rows_of(done)[i] == generate_naive(model, prompts[i], Sampling(50), -1, numbers[i])[0]
-        done = run(model, prompts, Sampling(50), pad=STOP)  # padding that looks like the end token ends nothing
-        assert done.ended.tolist() == [ids[-1] == STOP for ids in rows_of(done)]
+
+
+def test_padding_that_looks_like_the_end_token_ends_nothing():
+    """The full row stays in the batch and goes on with padding while others write."""
+    model, prompts = sharp_model(), [[6] * (CONTEXT - 1)] + [[4, i % 10] for i in range(19)]
+    greedy = Sampling(50, temperature=0)
+    never = min(set(range(10)) - set(sum(rows_of(run(model, prompts, greedy, stop=-1)), [])))
+    done = run(model, prompts, greedy, stop=never, pad=never)
+    assert not done.ended.any() and done.lengths.tolist() == [1] + [CONTEXT - 2] * 19
 
 
 def test_greedy_needs_no_numbers():
