@@ -104,7 +104,7 @@ def test_looking_and_saving_change_nothing(stage, tmp_path, monkeypatch):
     _, quiet = train(stage, eval_every=99)
     new_home(tmp_path, monkeypatch)
     _, busy = train(stage, eval_every=1, save_every=1)
-    assert same(busy["model_state_dict"], quiet["model_state_dict"])
+    assert all(same(busy[name], quiet[name]) for name in ("model_state_dict", "rng", "position"))
 
 
 @each_stage
