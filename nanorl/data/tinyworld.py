@@ -7,7 +7,7 @@ Three kinds of text, one cast of people and things:
 * word problems of graded difficulty, in GSM8K's record form:
   `{"question": ..., "answer": "23+14=37\\n37-9=28\\n#### 28"}`.
 
-A problem is a start (`Tom has 23 apples.`), some events (`Tom gives 9 to Ann.`) and a closing question. Each
+A problem is a start (`Tom has 23 apples.`), some events (`Tom gives away 9.`) and a closing question. Each
 event that needs arithmetic adds one line to the worked solution. Difficulty is two numbers: how many lines the
 solution may have (`max_steps`) and how large any number in it may be (`max_number`).
 
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ida", "Joe", "Kim")
 THINGS = ("apples", "pens", "shells", "stones", "cards", "coins", "books", "plums", "beads", "nuts")
 GAINS = ("{a} finds {n} more.", "{a} buys {n} more.", "{b} gives {n} to {a}.", "{a} gets {n} more from {b}.")
-LOSSES = ("{a} gives {n} to {b}.", "{a} loses {n}.", "{a} sells {n}.", "{b} takes {n} from {a}.")
-HALVES = ("{a} gives half to {b}.", "{a} loses half.", "{a} sells half.")
+LOSSES = ("{a} gives away {n}.", "{a} loses {n}.", "{a} sells {n}.", "{a} drops {n}.")
+HALVES = ("{a} gives away half.", "{a} loses half.", "{a} sells half.")
 WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 BOXES = ("boxes", "bags", "jars", "rows")
 
