@@ -110,7 +110,7 @@ def test_the_kl_starts_at_0_and_grows_as_the_policy_moves(slope):
     for kind in ("k2", "k3"):
         records, _ = train("grpo", steps=6, kl_coef=1e-6, kl_kind=kind, lr=3e-3)
         kl = [r["kl"] for r in records]
-        assert abs(kl[0]) < 1e-6 < kl[1] and kl[-1] > 3 * kl[1]
+        assert abs(kl[0]) < 1e-6 < kl[1] and kl[-1] > 1.5 * kl[1]
 
 
 def test_a_strong_kl_holds_the_policy_back(slope):
@@ -136,7 +136,7 @@ def test_leaving_out_groups_of_equal_rewards_leaves_the_gradient(changes, slope)
     for leave_out in (True, False):
         parts = Parts(max_grad_norm=0.0, **changes)
         rollout, _ = parts.sample()
-        rollout.rewards.view(4, 4)[[0, 2]] = 0.5
+        rollout.rewards.view(4, 4)[:] = torch.tensor([[0.5] * 4, [1.0, 0.0, 0.2, 0.0], [0.5] * 4, [0.0, 0.3, 0.0, 1.0]])
         rows = []
         parts.policy.register_forward_pre_hook(lambda module, inputs, rows=rows: rows.append(len(inputs[0])))
         # with reference log-probs nothing is left out; kl_coef is 0, so they are not used

@@ -45,8 +45,8 @@ SAYINGS = [  # a pattern of the words in a sentence, and what they do to (what t
     (r"has (\d+) \w+$", lambda a, b, n: (n, b)),
     (r"has (\d+) \w+ with (\d+) \w+ each", lambda a, b, n, m: (n * m, b)),
     (r"(?:finds|buys|gives|gets) (\d+) more|gives (\d+) to FIRST", lambda a, b, n: (a + n, b)),
-    (r"(?:gives|loses|sells) (\d+)|takes (\d+) from FIRST", lambda a, b, n: (a - n, b)),
-    (r"(?:gives|loses|sells) half", lambda a, b: (Fraction(a) / 2, b)),
+    (r"(?:gives away|loses|sells|drops) (\d+)", lambda a, b, n: (a - n, b)),
+    (r"(?:gives away|loses|sells) half", lambda a, b: (Fraction(a) / 2, b)),
     (r"makes (\d+) equal heaps and keeps one", lambda a, b, n: (Fraction(a) / n, b)),
     (r"has (\d+) \w+ more than FIRST", lambda a, b, n: (a, a + n)),
     (r"has (\d+) \w+ fewer than FIRST", lambda a, b, n: (a, a - n)),
@@ -66,7 +66,6 @@ def solved(question):
         elif factor:
             b = a * TIMES[factor[1]]
         else:
-            # the first that matches is meant: "gives 3 to FIRST" holds "gives 3", which is the opposite
             match, do = next((match, do) for pattern, do in SAYINGS if (match := re.search(pattern, words)))
             a, b = do(a, b, *(int(n) for n in match.groups() if n))
     if "together" in asked:
