@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_run import config_of, largest_difference, left_behind, new_home, same, train, without_times
+from tiny_run import config_of, left_behind, new_home, same, train, without_times
 
 from nanorl import checkpoint
 from nanorl.metrics import read_metrics
