@@ -60,6 +60,12 @@ def new_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+def share_of_e(text, gold, format_bonus):
+    """A reward in the form of `gsm8k_reward` that differs in nearly every group: the share of the letter e."""
+    share = text.count("e") / max(len(text), 1)
+    return {"reward": share, "correct": share, "format": 0.0}
+
+
 def without_times(records):
     """Records without what the clock says."""
     return [{name: value for name, value in record.items() if not name.startswith("time/")} for record in records]
