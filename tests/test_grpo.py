@@ -3,7 +3,7 @@
 import copy
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +120,32 @@ def test_later_updates_of_a_rollout_are_clipped(slope):
 
 
 # ---- what sets them apart --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", [
+    [dict(reduction=how) for how in ("token", "sequence", "constant")],
+    [dict(kl_coef=0.5, kl_kind=kind) for kind in ("k1", "k2", "k3")], [dict(kl_coef=0.5), dict(kl_coef=0.1)],
+    [dict(advantage_scale="std"), dict(advantage_scale="none")], [dict(), dict(baseline="leave_one_out")],
+    [dict(), dict(ratio_level="sequence")], [dict(clip_low=0.2), dict(clip_low=0.01)],
+    [dict(clip_high=0.28), dict(clip_high=0.01)],
+], ids=lambda choices: str(choices[-1]))
+def test_each_choice_makes_another_step(choices, slope):
+    """The first rollout is the same; its second update, where ratios are no longer 1, is not."""
+    norms = [train("grpo", steps=1, epochs=2, lr=1e-2, warmup=0, **choice)[0][0]["grad_norm"] for choice in choices]
+    assert all(abs(a / b - 1) > 1e-3 for a, b in combinations(norms, 2))
+
+
+def test_what_the_loss_is_averaged_over_by_hand(slope):
+    """At ratio 1 a token's loss is minus its advantage, so the loss follows from advantages and lengths alone."""
+    advantages = torch.linspace(-1, 2, 16)
+    for reduction in ("token", "sequence", "constant"):
+        parts = Parts(reduction=reduction)
+        rollout, _ = parts.sample()
+        lengths = rollout.lengths.float()
+        total = float((advantages * lengths).sum())
+        by_hand = {"token": -total / float(lengths.sum()), "sequence": -float(advantages.mean()),
+                   "constant": -total / (16 * 10)}  # 16 responses of at most 10 tokens
+        assert parts.update(rollout, advantages)[0]["loss"] == pytest.approx(by_hand[reduction], abs=1e-5)
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(reduction="sequence"), dict(reduction="constant"),
