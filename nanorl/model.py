@@ -76,7 +76,7 @@ class KVCache:
 
     `forward_hidden(tokens, cache=cache)` reads and extends it. Where a buffer has room (`repeat(..., room=n)`)
     new positions are written in place, which is what sampling wants; where it has none they are concatenated,
-    which autograd can follow, and so a prompt can be shared by its whole group in training too.
+    which autograd can follow. (Training shares a prompt through `shared` instead, see the module's docstring.)
     """
 
     def __init__(self):

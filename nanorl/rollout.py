@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorl.chat import encode_prompt
-from nanorl.data.prompts import split_solution
+from nanorl.data.prompts import as_prompt, split_solution
 from nanorl.generate import Completions
 from nanorl.objectives.logprobs import selected_logprobs
+from nanorl.objectives.masking import response_mask
 from nanorl.tokenizer import Tokenizer
 
 
@@ -38,7 +39,7 @@ class Rollout:
 
     def select(self, prompts: Tensor) -> "Rollout":
         """The rows of these prompts (indices into P), cut to the longest response among them."""
-        rows = (prompts[:, None] * self.group + torch.arange(self.group)).flatten()
+        rows = group_rows(prompts, self.group)
         at = rows.to(self.tokens.device)
         T = self.prompt_width + int(self.lengths[at].max())
         return Rollout(
@@ -47,6 +48,11 @@ class Rollout:
             {name: part[at] for name, part in self.parts.items()},
             [self.texts[i] for i in rows.tolist()], [self.problems[i] for i in prompts.tolist()],
         )
+
+
+def group_rows(prompts: Tensor, group: int) -> Tensor:
+    """The rows (of B) of these prompts' groups (indices into P)."""
+    return (prompts[:, None] * group + torch.arange(group)).flatten()
 
 
 def merge(rollouts: list[Rollout], pad: int) -> Rollout:
@@ -79,21 +85,20 @@ RewardFn = Callable[[str, str], dict[str, float]]  # (response, gold) -> {"rewar
 
 def problem_prompt(tokenizer: Tokenizer, problem: dict, think: bool = False) -> list[int]:
     """The chat prompt of a problem; with `think` the reply is opened with a reasoning block."""
-    return encode_prompt(tokenizer, [{"role": "user", "content": problem["question"]}], think=think)
+    return encode_prompt(tokenizer, as_prompt(problem), think=think)
 
 
 def assemble(done: Completions, group: int) -> Rollout:
     """Completions in the (B, T) frame, rewards still 0. Masks come from lengths, never from token ids."""
-    B, R = done.responses.shape
     width = done.prompts.size(1)
-    written = torch.arange(R, device=done.lengths.device) < done.lengths[:, None]  # (B, R)
-    before = torch.zeros(B, width - 1, device=written.device)
+    tokens = torch.cat((done.prompts.repeat_interleave(group, dim=0), done.responses), dim=1)  # (B, T)
+    written = response_mask(width, done.lengths, tokens.size(1))  # (B, T-1)
     return Rollout(
-        tokens=torch.cat((done.prompts.repeat_interleave(group, dim=0), done.responses), dim=1),
-        mask=torch.cat((done.prompt_mask.repeat_interleave(group, dim=0), written), dim=1),
-        response_mask=torch.cat((before.bool(), written), dim=1),
-        logprobs=torch.cat((before, done.logprobs), dim=1),
-        rewards=torch.zeros(B, device=written.device),
+        tokens=tokens,
+        mask=torch.cat((done.prompt_mask.repeat_interleave(group, dim=0), written[:, width - 1 :]), dim=1),
+        response_mask=written,
+        logprobs=F.pad(done.logprobs, (width - 1, 0)),
+        rewards=torch.zeros(len(tokens), device=tokens.device),
         lengths=done.lengths,
         ended=done.ended,
         prompt_width=width,

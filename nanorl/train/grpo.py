@@ -36,7 +36,16 @@ from nanorl.objectives.masking import masked_sum, overlong_mask
 from nanorl.objectives.policy import count_for, grpo_loss, reduce
 from nanorl.optim import Optimizers, clip_and_step
 from nanorl.rewards.verifiers import gsm8k_reward
-from nanorl.rollout import Rollout, assemble, merge, problem_prompt, recompute_logprobs, score, that_fit
+from nanorl.rollout import (
+    Rollout,
+    assemble,
+    group_rows,
+    merge,
+    problem_prompt,
+    recompute_logprobs,
+    score,
+    that_fit,
+)
 from nanorl.tokenizer import Tokenizer
 from nanorl.train.progress import OptimConfig, restore, save, training_forward
 from nanorl.train.supervised import sync_last
@@ -284,11 +293,6 @@ def minibatches(cfg: GRPOConfig, rollout: Rollout, step: int) -> Iterator[Tensor
         order = torch.randperm(n, generator=runtime.generator(cfg.seed, step, epoch))
         for part in order.tensor_split(cfg.minibatches):
             yield part if len(part) else order[:1]
-
-
-def group_rows(prompts: Tensor, group: int) -> Tensor:
-    """The rows of these prompts' groups."""
-    return (prompts[:, None] * group + torch.arange(group)).flatten()
 
 
 def look(cfg: GRPOConfig, policy: Transformer, tokenizer: Tokenizer, dev: list[dict]) -> dict:
