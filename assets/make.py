@@ -1,6 +1,8 @@
 """The figure and the CSV files of the README, from finished runs.
 
     papermill notebooks/05_grpo.ipynb runs/05_grpo.ipynb -p PRESET cpu
+    papermill notebooks/05_grpo.ipynb runs/05_grpo-seed1.ipynb -p PRESET cpu -p SEED 1
+    papermill notebooks/05_grpo.ipynb runs/05_grpo-seed2.ipynb -p PRESET cpu -p SEED 2
     python assets/make.py
 
 Writes runs/grpo_cpu_seed*.csv (one line a step), runs/table_cpu.csv (one line a stage and seed) and grpo.svg, and
@@ -14,7 +16,7 @@ from nanorl import config, evaluate, notebook, paths
 from nanorl.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
 
 
 def write_csv(path: Path, records: list[dict]) -> None:
