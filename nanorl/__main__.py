@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from nanorl import config, distributed, evaluate, launch, talk
+from nanorl import config, distributed, evaluate, launch, stopping, talk
 from nanorl.config import StageConfig
 from nanorl.data.prepare import PrepareConfig, prepare
 
-FOR_TRAINING = ("resume", "keep_last", "tracker")  # settings that mean nothing to a command that does not train
+FOR_TRAINING = ("resume", "keep_last", "tracker", "label")  # settings that mean nothing where nothing is trained
 FOR_RUNNING = ("device", "precision", *FOR_TRAINING)  # nor these to one that runs no model
 
 
@@ -38,7 +38,7 @@ class Command:
 def commands() -> dict[str, Command]:
     """Every command by name, in the order of the course."""
     nproc = {"nproc": (int, 1, "processes on this machine; under torchrun leave it out")}
-    of = {"of": (Literal["pretrain", "sft", "grpo"], "grpo", "the stage to judge")}
+    of = {"of": (Literal[tuple(evaluate.STAGES)], "grpo", "the stage to judge")}
     as_json = {"json": (bool, False, "print JSON for programs: a list, one record a stage")}
 
     def training(stage: str, summary: str, about: str, example: str) -> Command:
@@ -54,6 +54,20 @@ def commands() -> dict[str, Command]:
             "pretrain", "train a model from nothing to predict the next token", "Needs `prepare`.", "--steps 2000"),
         "sft": training(
             "sft", "teach the pretrained model to answer in the chat form", "Needs `pretrain`.", "--lr 5e-4"),
+        "reward": training(
+            "reward", "train a reward model on pairs of replies, one better than the other", "Needs `sft`.",
+            "--noise 0.2"),
+        "dpo": training(
+            "dpo", "teach the SFT model from pairs directly, against a reference", "Needs `sft`.",
+            "--beta 0.05 --loss ipo"),
+        "orpo": training(
+            "orpo", "teach the SFT model from pairs directly, without a reference", "Needs `sft`.", "--weight 0.5"),
+        "kto": training(
+            "kto", "teach the SFT model from replies that are good or bad, no pairs needed", "Needs `sft`.",
+            "--undesirable-weight 1.5"),
+        "ppo": training(
+            "ppo", "teach the SFT model to reason, by reinforcement learning with a critic",
+            "Needs `sft`, and with --reward model also `reward`.", "--reward model --kl-coef 0.05 --monitor 20"),
         "grpo": training(
             "grpo", "teach the SFT model to reason, by reinforcement learning from checkable answers", "Needs `sft`.",
             "--nproc 2 --kl-coef 0.01"),
@@ -226,9 +240,12 @@ def main(words: list[str] | None = None) -> int:
         command = known[words[0]]
         command.run(*parse(words[0], command, words[1:]))
         distributed.close()
+    except stopping.Stopped as stopped:
+        sys.stderr.write(f"nanorl: {stopped}\n")
+        return stopped.status
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, launch.WorkerError) as error:
+    except (ValueError, OSError, FloatingPointError, launch.WorkerError) as error:
         if os.environ.get("NANORL_DEBUG"):
             raise
         text = config.one_line_error(error) if isinstance(error, ValidationError) else str(error)

@@ -68,6 +68,12 @@ def render(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return "\n".join(tokenizer.decode(line, keep_ends=True) for line in lines if line)
 
 
+def check_messages(messages: Sequence[Message]) -> None:
+    """ValueError that says what is wrong with which message, where something is."""
+    for _ in _checked(messages):
+        pass
+
+
 def _checked(messages: Sequence[Message]) -> Iterable[tuple[str, str]]:
     """Yield (role, content) of each message, or raise a ValueError that says what is wrong with which."""
     if not messages:

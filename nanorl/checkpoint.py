@@ -1,9 +1,9 @@
 """Checkpoints: plain dictionaries, written whole or not at all, found again by stage and step.
 
 A checkpoint is one file `step_000123.pt` in the stage's folder, holding tensors and plain types only, so
-that it loads with `weights_only=True` and can run no code. It is written under a temporary name in the same
-folder, flushed to the disk, and only then renamed: a kill or a full disk during a save leaves every earlier
-file as it was. Nothing here knows about ranks: the caller saves on rank 0, from the unwrapped model.
+that it loads with `weights_only=True` and can run no code. It is written whole or not at all (see `storage`), with a
+manifest `step_000123.json` beside it that holds its checksum. Nothing here knows about ranks: the caller saves on
+rank 0, from the unwrapped model.
 
 Keys of a state: model_state_dict, optimizer_state_dict, stage, cfg, model_cfg, step, finished, loss_history,
 rng, position, metrics, tokenizer_hash, parent, minutes.
@@ -11,21 +11,20 @@ rng, position, metrics, tokenizer_hash, parent, minutes.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shlex
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from nanorl import config, paths
+from nanorl import config, paths, storage
+from nanorl.heads import RewardModel
 from nanorl.model import ModelConfig, Transformer
 from nanorl.tokenizer import Tokenizer
 
@@ -69,7 +68,7 @@ def prune(folder: str | Path, keep_last: int) -> None:
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
     for path in list_checkpoints(folder)[:-keep_last]:
-        path.unlink(missing_ok=True)
+        storage.remove(path)
     for path in Path(folder).glob(".step_*.tmp"):
         path.unlink(missing_ok=True)
 
@@ -94,6 +93,28 @@ def resolve_resume(resume: str | None, folder: str | Path) -> Path | None:
     return path
 
 
+def to_resume(resume: str | None, folder: str | Path) -> State | None:
+    """The state that a `resume` setting means, or None.
+
+    Where it names a folder and the newest checkpoint there is damaged, the newest that is not is taken, with a
+    warning; a damaged file that is named itself is an error, and so are checkpoints that are all damaged.
+    """
+    path = resolve_resume(resume, folder)
+    if path is None:
+        return None
+    older = [p for p in list_checkpoints(path.parent) if NAME.fullmatch(path.name) and _step_of(p) < _step_of(path)]
+    if resume != "latest" and not Path(str(resume)).expanduser().is_dir():
+        older = []
+    while True:
+        try:
+            return load(path)
+        except ValueError as error:
+            if not older:
+                raise
+            path = older.pop()
+            warnings.warn(f"{error}; going on from {path.name} instead", stacklevel=2)
+
+
 # Saving -----------------------------------------------------------------------------------------------------
 
 def save(folder: str | Path, state: State, keep_last: int = 2) -> Path:
@@ -111,13 +132,23 @@ def save(folder: str | Path, state: State, keep_last: int = 2) -> Path:
         raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
     _refuse_objects(state, "state")
     path = checkpoint_path(folder, state["step"])
-    with _whole_file(path) as file:
-        torch.save(state, file)
+    about = {"stage": state["stage"], "step": state["step"], "finished": bool(state.get("finished")),
+             "torch": torch.__version__}
+    storage.write_with_manifest(path, lambda file: torch.save(state, file), about)
     for other in list_checkpoints(folder):
         if _step_of(other) > state["step"]:
-            other.unlink(missing_ok=True)
+            storage.remove(other)
     prune(folder, keep_last)
     return path
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Whether the newest checkpoint of a folder is that of a run that reached its end."""
+    path = latest(folder)
+    if path is None:
+        return False
+    about = storage.read_manifest(path)
+    return bool((load(path) if about is None else about).get("finished"))
 
 
 def export(state: State, path: str | Path) -> Path:
@@ -129,7 +160,7 @@ def export(state: State, path: str | Path) -> Path:
     metadata = {"format": "pt", "stage": str(state["stage"]), "step": str(state["step"]),
                 "model_cfg": json.dumps(plain(state["model_cfg"])),
                 "tokenizer_hash": str(state.get("tokenizer_hash"))}
-    with _whole_file(path) as file:
+    with storage.whole_file(path) as file:
         file.write(safetensors.torch.save(weights, metadata))
     return path
 
@@ -160,6 +191,7 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> State:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}; see the files in {path.parent}")
     try:
+        storage.check(path)
         state = torch.load(path, map_location=map_location, weights_only=True)
     except (PermissionError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -193,11 +225,18 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     model.load_state_dict(weights, strict=True)
 
 
-def model_from(state: State) -> Transformer:
-    """The model that a checkpoint describes, built from its own config and loaded strictly, on CPU, in eval
-    mode."""
-    model = Transformer(ModelConfig(**state["model_cfg"]))
-    load_weights(model, state["model_state_dict"])
+def model_from(state: State) -> Transformer | RewardModel:
+    """The model that a checkpoint describes, built from its own config and loaded strictly, on CPU, in eval mode.
+
+    A reward model comes with its head; of an actor-critic comes the policy.
+    """
+    weights = _clean_names(state["model_state_dict"])
+    model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
+    if "head.weight" in weights:
+        model = RewardModel(model)
+    elif "value_head.weight" in weights:
+        weights = {name.removeprefix("policy."): x for name, x in weights.items() if name.startswith("policy.")}
+    load_weights(model, weights)
     return model.eval()
 
 
@@ -227,25 +266,25 @@ def require(stage: str, run: str, preset: str = "auto", **settings: Any) -> Arti
     one of another tokenizer than the run's.
     """
     folder = paths.stage_dir(run, stage)
-    flags = _flags(run, preset, settings)
+    flags = config.flags(run, preset, settings)
     path = latest(folder)
     if path is None:
-        raise FileNotFoundError(f"no {stage} model in {folder}; make it with: {command(stage, **flags)}")
+        raise FileNotFoundError(f"no {stage} model in {folder}; make it with: {config.command(stage, **flags)}")
     state = load(path)
     if not state.get("finished"):
         raise FileNotFoundError(f"stage {stage} in {folder} stopped at step {state['step']}; finish it with: "
-                                f"{command(stage, **flags, resume='latest')}")
+                                f"{config.command(stage, **flags, resume='latest')}")
     if state["cfg"].get("tokenizer") == "r50k_base":
         source, tokenizer = "r50k_base", Tokenizer.r50k_base()
     else:
         source = paths.run_dir(run) / "tokenizer.json"
         if not source.is_file():
-            raise FileNotFoundError(f"no tokenizer at {source}; make it with: {command('prepare', **flags)}")
+            raise FileNotFoundError(f"no tokenizer at {source}; make it with: {config.command('prepare', **flags)}")
         tokenizer = Tokenizer.load(source)
     if tokenizer.hash != state.get("tokenizer_hash"):
         raise ValueError(f"checkpoint {path} was trained with another tokenizer "
                          f"({_short(state.get('tokenizer_hash'))}) than {source} ({_short(tokenizer.hash)}); "
-                         f"train it again with: {command(stage, **flags)}")
+                         f"train it again with: {config.command(stage, **flags)}")
     return Artifact(model_from(state), tokenizer, state)
 
 
@@ -255,27 +294,7 @@ def parent_of(cfg: config.StageConfig, stage: str) -> Artifact:
     return require(stage, cfg.run_name, cfg.preset, **settings)
 
 
-def command(stage: str, **flags: Any) -> str:
-    """The command line that runs a stage: command("sft", preset="cpu", seed=1) is
-    `python -m nanorl sft --preset cpu --seed 1`."""
-    words = ["python", "-m", "nanorl", stage]
-    for name, value in flags.items():
-        words += ["--" + name.replace("_", "-"), str(value)]
-    return shlex.join(words)
-
-
 # Helpers ----------------------------------------------------------------------------------------------------
-
-def _flags(run: str, preset: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The fewest flags that mean `run`: preset, what differs from it, and the name where not implied."""
-    preset = config.resolve_preset(preset)
-    usual = config.StageConfig(preset=preset, **config.preset_values(config.StageConfig, preset))
-    differing = {name: value for name, value in settings.items()
-                 if value is not None and value != getattr(usual, name, None)}
-    known = {name: value for name, value in differing.items() if hasattr(usual, name)}
-    implied = usual.model_copy(update=known).run_name == run
-    return {"preset": preset, **differing} | ({} if implied else {"run": run})
-
 
 def _step_of(path: Path) -> int:
     return int(NAME.fullmatch(path.name).group(1))
@@ -315,33 +334,3 @@ def _fall_back(path: Path) -> str:
         return "move it away and run the stage again (there is no other checkpoint beside it)"
     earlier = [p for p in others if NAME.fullmatch(path.name) and _step_of(p) < _step_of(path)]
     return f"move it away and resume from the previous one, {(earlier or others)[-1]}"
-
-
-@contextlib.contextmanager
-def _whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """An open file that appears at `path` only when it is complete and on the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        if os.name == "posix":                       # the rename itself must survive a power cut
-            handle = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-    except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error          # torch.save hides the OSError behind a RuntimeError
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        raise OSError(f"could not write {path}: {cause.strerror or cause}; free space or set NANORL_HOME to "
-                      "another folder (files written before are whole)") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

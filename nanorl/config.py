@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -28,6 +29,8 @@ class StageConfig(BaseModel):
 
     preset: str = Field("cpu", description="folder of configs/ that the settings start from")
     run: str | None = Field(None, description="folder under the home folder; None derives its name")
+    label: str | None = Field(None, pattern=r"^[\w.-]+$", description="name of the stage's folder in the run, to keep "
+                              "trials of a stage apart; None: the stage's own")
     data: str = Field("tinyworld", min_length=1, description="word problems: tinyworld (built in), a folder "
                       "with GSM8K-style train.jsonl and test.jsonl, or a hub name such as openai/gsm8k")
     tokenizer: Literal["bpe", "r50k_base"] = Field("bpe", description="bpe (own) or r50k_base (GPT-2's)")
@@ -59,7 +62,7 @@ class StageConfig(BaseModel):
     @property
     def folder(self) -> Path:
         """Where this stage keeps its checkpoints and metrics."""
-        return paths.stage_dir(self.run_name, self.stage)
+        return paths.stage_dir(self.run_name, self.label or self.stage)
 
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -153,3 +156,31 @@ def one_line_error(error: ValidationError) -> str:
 def field_of(config: Any, name: str) -> Any:
     """Read a field from a config object or from a dict of one, such as a checkpoint's `cfg`."""
     return config[name] if isinstance(config, dict) else getattr(config, name)
+
+
+# ---- the command line that means the same ---------------------------------------------------------------
+
+def command_for(stage: str, cfg: StageConfig) -> str:
+    """The command line that makes `stage` in the run of `cfg`."""
+    settings = {name: getattr(cfg, name) for name in ("data", "tokenizer", "seed")}
+    return command(stage, **flags(cfg.run_name, cfg.preset, settings))
+
+
+def command(stage: str, **flags: Any) -> str:
+    """The command line that runs a stage: command("sft", preset="cpu", seed=1) is
+    `python -m nanorl sft --preset cpu --seed 1`."""
+    words = ["python", "-m", "nanorl", stage]
+    for name, value in flags.items():
+        words += ["--" + name.replace("_", "-"), str(value)]
+    return shlex.join(words)
+
+
+def flags(run: str, preset: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The fewest flags that mean `run`: preset, what differs from it, and the name where not implied."""
+    preset = resolve_preset(preset)
+    usual = StageConfig(preset=preset, **preset_values(StageConfig, preset))
+    differing = {name: value for name, value in settings.items()
+                 if value is not None and value != getattr(usual, name, None)}
+    known = {name: value for name, value in differing.items() if hasattr(usual, name)}
+    implied = usual.model_copy(update=known).run_name == run
+    return {"preset": preset, **differing} | ({} if implied else {"run": run})

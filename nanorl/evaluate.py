@@ -117,7 +117,7 @@ def _judged(
 
 # ---- the table over the stages -------------------------------------------------------------------------
 
-STAGES = {"pretrain": "base", "sft": "sft", "grpo": "grpo"}  # folder -> name in the table
+STAGES = {"pretrain": "base"} | {stage: stage for stage in ("sft", "dpo", "orpo", "kto", "ppo", "grpo")}
 
 
 class EvalConfig(StageConfig):
@@ -193,8 +193,7 @@ def stage_table(cfg: EvalConfig) -> list[dict]:
 
 def is_finished(cfg: StageConfig, stage: str) -> bool:
     """Whether the run has a finished model of this stage."""
-    path = checkpoint.latest(paths.stage_dir(cfg.run_name, stage))
-    return path is not None and bool(checkpoint.load(path).get("finished"))
+    return checkpoint.is_finished(paths.stage_dir(cfg.run_name, stage))
 
 
 def format_table(records: list[dict]) -> str:

@@ -26,13 +26,20 @@ from torch.multiprocessing import active_children
 from nanorl import checkpoint, config, distributed, evaluate, metrics, paths
 from nanorl.config import StageConfig
 from nanorl.data.prepare import PrepareConfig, prepare
-from nanorl.train import grpo, pretrain, sft
+from nanorl.train import grpo, ppo, preference, pretrain, reward, sft
 
 STAGES = {
     "pretrain": (pretrain.train, pretrain.PretrainConfig),
     "sft": (sft.train, sft.SFTConfig),
+    "reward": (reward.train, reward.RewardConfig),
+    "dpo": (preference.train, preference.DPOConfig),
+    "orpo": (preference.train, preference.ORPOConfig),
+    "kto": (preference.train, preference.KTOConfig),
+    "ppo": (ppo.train, ppo.PPOConfig),
     "grpo": (grpo.train, grpo.GRPOConfig),
 }
+NEEDS = {"prepare": None, "pretrain": "prepare", "sft": "pretrain"} | dict.fromkeys(
+    ("reward", "dpo", "orpo", "kto", "ppo", "grpo"), "sft")  # what each stage starts from
 POLL = 0.1  # seconds between looks at what the processes have written
 FIXED_BY_TRAINING = ("vocab_size", "context_length", "max_number", "max_steps", "seed")
 
@@ -179,18 +186,21 @@ def _quiet_launcher() -> Iterator[None]:
 # ---- the stages up to one of them ----------------------------------------------------------------------
 
 def ensure(stage: str, preset: str = "auto", nproc: int = 1, **settings: Any) -> StageConfig:
-    """Run what is missing up to `stage`: prepare, pretrain, sft, grpo; prints a line about each.
+    """Run what is missing up to `stage`: prepare, pretrain, sft and the stage itself; prints a line about each.
 
     `settings` may be any that all stages share (see `StageConfig`), and `steps`, which holds for each stage that
     trains; `...` counts as not given. A stage that was cut short goes on from its last checkpoint. Returns the
     settings of `stage`. ValueError for a setting that no stage has, or one that a finished stage was not trained with.
     """
-    order = ["prepare", *STAGES]
-    config.check_names([stage], order, "stage")
+    config.check_names([stage], NEEDS, "stage")
+    chain = [stage]
+    while NEEDS[chain[0]]:
+        chain.insert(0, NEEDS[chain[0]])
     settings = {name: value for name, value in settings.items() if value is not ...}
     shared = config.StageConfig.model_fields
-    config.check_names(settings, [name for name in shared if name not in ("preset", "resume")] + ["steps"], "setting")
-    for name in order[: order.index(stage) + 1]:
+    others = ("preset", "resume", "label")
+    config.check_names(settings, [name for name in shared if name not in others] + ["steps"], "setting")
+    for name in chain:
         _, cls = STAGES.get(name, (None, PrepareConfig))
         cfg = config.resolve(cls, preset, **{k: v for k, v in settings.items() if k in cls.model_fields})
         done = _ensure_prepared(cfg) if name == "prepare" else _ensure_trained(cfg, nproc, settings)

@@ -16,7 +16,7 @@ from nanorl.chat import encode_prompt
 from nanorl.data.prompts import as_prompt, split_solution
 from nanorl.generate import Completions
 from nanorl.objectives.logprobs import selected_logprobs
-from nanorl.objectives.masking import response_mask
+from nanorl.objectives.masking import packed_targets, response_mask
 from nanorl.tokenizer import Tokenizer
 
 
@@ -136,16 +136,27 @@ def recompute_logprobs(
     """
     tokens, documents = pack_groups(rollout)  # (P, S)
     hidden = model(tokens, documents=documents, shared=documents == 0, return_hidden=True)  # (P, S, C)
-    # a token is predicted one place before it, the first of each response at the end of the prompt
-    index = torch.arange(tokens.size(1), device=tokens.device)
-    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-    before = torch.where(first, (documents == 0).sum(dim=1, keepdim=True), index) - 1  # (P, S)
-    where = documents > 0
-    rows = where.nonzero()[:, 0]
-    values, entropies = selected_logprobs(hidden[rows, before[where]], lm_head.weight, tokens[where], temperature)
-    logprobs = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, values)
-    entropy = torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, entropies)
-    return logprobs, entropy
+    rows, before, where = packed_targets(documents)
+    found = selected_logprobs(hidden[rows, before], lm_head.weight, tokens[where], temperature)
+    return unpacked(rollout, found[0]), unpacked(rollout, found[1])
+
+
+def recompute_with_values(
+    model: nn.Module, lm_head: nn.Linear, rollout: Rollout, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same under an `ActorCritic`, and as a third the critic's values (B, T-1): entry t is what it expects before
+    token t+1 is written. With `entropy_gradient` gradients flow through the entropies too, for an entropy bonus."""
+    tokens, documents = pack_groups(rollout)
+    hidden, values = model(tokens, documents, documents == 0)  # (P, S, C), (P, S)
+    rows, before, where = packed_targets(documents)
+    found = selected_logprobs(hidden[rows, before], lm_head.weight, tokens[where], temperature,
+                              entropy_gradient=entropy_gradient)
+    return unpacked(rollout, found[0]), unpacked(rollout, found[1]), unpacked(rollout, values[rows, before])
+
+
+def unpacked(rollout: Rollout, found: Tensor) -> Tensor:
+    """One number (N,) for each response token, in order, as (B, T-1), 0 elsewhere."""
+    return torch.zeros_like(rollout.logprobs).masked_scatter(rollout.response_mask, found)
 
 
 def pack_groups(rollout: Rollout) -> tuple[Tensor, Tensor]:

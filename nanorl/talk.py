@@ -20,7 +20,7 @@ class ChatConfig(StageConfig):
 
     stage: ClassVar[str] = "chat"
 
-    of: Literal["pretrain", "sft", "grpo"] | None = Field(None, description="the stage to talk to; None takes grpo, or "
+    of: Literal[tuple(evaluate.STAGES)] | None = Field(None, description="the stage to talk to; None takes grpo, or "
                                                           "sft where there is no grpo, and pretrain with --raw")
     prompt: str | None = Field(None, description="one prompt, answered at once; None starts a conversation")
     system: str | None = Field(None, description="a system message that opens the conversation")

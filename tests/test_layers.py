@@ -11,18 +11,18 @@ PACKAGE = Path(nanorl.__file__).parent
 
 # Low to high. A module imports only from modules that come before it, in its own layer too.
 LAYERS = [
-    ["paths", "runtime", "distributed", "metrics", "config"],
+    ["paths", "runtime", "distributed", "metrics", "config", "stopping"],
     ["tokenizer", "chat"],
     ["data.download", "data.tinyworld", "data.corpus", "data.instruct", "data.preference", "data.prompts",
      "data.prepare"],
     ["model", "heads", "pretrained"],
     ["objectives.masking", "objectives.logprobs", "objectives.language_model", "objectives.preference",
      "objectives.advantages", "objectives.policy"],
-    ["generate", "rewards.parsing", "rewards.verifiers", "rollout"],
-    ["optim", "checkpoint"],
+    ["generate", "rewards.parsing", "rewards.verifiers", "rewards.monitors", "rollout"],
+    ["optim", "storage", "checkpoint"],
     ["statistics", "evaluate"],
-    ["train.progress", "train.supervised", "train.pretrain", "train.sft", "train.reward",
-     "train.preference", "train.ppo",
+    ["train.progress", "train.supervised", "train.pretrain", "train.sft", "train.preference",
+     "train.reward", "train.rl", "train.ppo",
      "train.grpo"],
     ["launch", "talk", "__main__"],
     ["notebook"],

@@ -10,8 +10,10 @@ the middle of a document and run over its end, as in nanoGPT.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +76,7 @@ def text_field(record: dict, field: str, where: str) -> str:
 
 
 def read_records(path: str | Path, lines: int | None = None) -> Iterator[tuple[int, dict]]:
-    """(line number from 1, object) for each line of a .jsonl or .jsonl.zst file; empty lines are skipped.
+    """(line number from 1, object) for each line of a .jsonl, .jsonl.gz or .jsonl.zst file, empty lines skipped.
 
     Raises FileNotFoundError, or ValueError naming file and line where a line is not a JSON object.
     """
@@ -114,8 +116,11 @@ def _text_files(path: Path) -> list[Path]:
 
 
 def _plain_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from file
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+            yield from file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}); download it again") from None
 
 
 def _zst_lines(path: Path) -> Iterator[bytes]:

@@ -134,21 +134,56 @@ def _write(file: h5py.File, rows: list[_Row], row_length: int, pad: int) -> None
         append(file[name], block)
 
 
-class RowBatches:
-    """Iterator of batches of packed rows, every row once an epoch in an order drawn from (seed, epoch).
+class EpochBatches:
+    """Which of `n` things make up each batch: every one once an epoch, in an order drawn from (seed, epoch).
 
-    Yields a dict: tokens (B_local, T) int64, loss_mask (B_local, T) bool, documents (B_local, T) int64, and
-    epoch, an integer from 0. `epochs=None` goes on for ever.
+    An epoch is `batches_per_epoch` = ceil(n / batch_size) batches whose sizes differ by one at most, none above
+    `batch_size`, so there is no tiny last batch and a set smaller than a batch is one short batch. `epochs=None` goes
+    on for ever. A rank takes [rank::world] of each, so ranks are disjoint and see equally many batches. `position`,
+    the number of the next batch since the start, is the integer to save; it means the same on any number of ranks.
 
-    An epoch of R rows is `batches_per_epoch` = ceil(R / batch_size) batches whose sizes differ by one row
-    at most, none above `batch_size`, so there is no tiny last batch and a set smaller than a batch is one
-    short batch. A rank takes rows [rank::world] of each, so ranks are disjoint and see equally many
-    batches. `position`, the number of the next batch since the start, is the integer to save; it means the
-    same on any number of ranks.
+    Raises ValueError where a batch has fewer things than there are ranks (never with batch_size >= 2 * world and
+    n >= world); `source` names them in that error.
+    """
 
-    Raises ValueError where a batch has fewer rows than there are ranks (never with batch_size >= 2 * world
-    and R >= world), for a damaged file and for one made with another tokenizer than `tokenizer`, where that
-    is given.
+    def __init__(
+        self, n: int, batch_size: int, seed: int = 0, epochs: int | None = None, position: int = 0, rank: int = 0,
+        world: int = 1, source: str = "the data",
+    ):
+        check_shards(batch_size, world)
+        self.n, self.batch_size, self.seed, self.epochs, self.position = n, batch_size, seed, epochs, position
+        self.rank, self.world = rank, world
+        self.batches_per_epoch = -(-n // batch_size)
+        smallest = n // max(self.batches_per_epoch, 1)
+        if smallest < world:
+            raise ValueError(
+                f"{source}: {n} rows in batches of {batch_size} make a batch of {smallest}, too few for {world} "
+                f"processes; lower nproc or use batch_size {2 * world}"
+            )
+        self._epoch, self._order = -1, np.arange(0)
+
+    def __iter__(self) -> EpochBatches:
+        return self
+
+    def next_indices(self) -> tuple[np.ndarray, int]:
+        """This rank's part of the next batch, and the epoch it belongs to; StopIteration after the last."""
+        epoch, place = divmod(self.position, self.batches_per_epoch)
+        if self.epochs is not None and epoch >= self.epochs:
+            raise StopIteration
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.n)
+        start, end = (self.n * i // self.batches_per_epoch for i in (place, place + 1))
+        self.position += 1
+        return self._order[start:end][self.rank :: self.world], epoch
+
+
+class RowBatches(EpochBatches):
+    """Iterator of batches of packed rows.
+
+    Yields a dict: tokens (B_local, T) int64, loss_mask (B_local, T) bool, documents (B_local, T) int64, and epoch, an
+    integer from 0. Raises ValueError as above, for a damaged file and for one made with another tokenizer than
+    `tokenizer`, where that is given.
     """
 
     def __init__(
@@ -165,30 +200,10 @@ class RowBatches:
         check_shards(batch_size, world)
         self.reader = H5Reader(path, "rows", tokenizer)
         self.rows, self.row_length = self.reader.file["tokens"].shape
-        self.batch_size, self.seed, self.epochs, self.position = batch_size, seed, epochs, position
-        self.rank, self.world = rank, world
-        self.batches_per_epoch = -(-self.rows // batch_size)
-        smallest = self.rows // self.batches_per_epoch
-        if smallest < world:
-            raise ValueError(
-                f"{path}: {self.rows} rows in batches of {batch_size} make a batch of "
-                f"{smallest}, too few for {world} processes; lower nproc or use batch_size {2 * world}"
-            )
-        self._epoch, self._order = -1, np.arange(0)
-
-    def __iter__(self) -> RowBatches:
-        return self
+        super().__init__(self.rows, batch_size, seed, epochs, position, rank, world, str(path))
 
     def __next__(self) -> dict:
-        epoch, place = divmod(self.position, self.batches_per_epoch)
-        if self.epochs is not None and epoch >= self.epochs:
-            raise StopIteration
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        start, end = (self.rows * i // self.batches_per_epoch for i in (place, place + 1))
-        mine = self._order[start:end][self.rank :: self.world]
-        self.position += 1
+        mine, epoch = self.next_indices()
         batch = {name: self._read(name, mine) for name in ("tokens", "loss_mask", "documents")}
         return {**batch, "loss_mask": batch["loss_mask"].bool(), "epoch": epoch}
 

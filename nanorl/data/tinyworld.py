@@ -1,11 +1,12 @@
 """The embedded world: text that a small model can learn from nothing, made by rule from a seed.
 
-Three kinds of text, one cast of people and things:
+Texts of one cast of people and things:
 
 * stories: a few plain sentences, for the corpus and for small talk;
 * small talk: a question and a reply without numbers;
 * word problems of graded difficulty, in GSM8K's record form:
   `{"question": ..., "answer": "23+14=37\\n37-9=28\\n#### 28"}`.
+* preference pairs: a problem with a right, reasoned reply and a worse one.
 
 A problem is a start (`Tom has 23 apples.`), some events (`Tom gives away 9.`) and a closing question. Each
 event that needs arithmetic adds one line to the worked solution. Difficulty is two numbers: how many lines the
@@ -19,8 +20,11 @@ Everything is a pure function of the seed: the same call gives the same text on 
 """
 
 import random
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from nanorl.chat import reply
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ida", "Joe", "Kim")
 THINGS = ("apples", "pens", "shells", "stones", "cards", "coins", "books", "plums", "beads", "nuts")
@@ -35,6 +39,7 @@ PLACES = ("river", "hill", "forest", "garden", "lake", "field")
 MOODS = ("sad", "tired", "hungry", "lost", "cold", "shy")
 GIFTS = ("a warm hat", "a red kite", "some bread", "a small lamp", "a soft blanket", "a song")
 
+MISTAKES = ("blurted", "blurted", "unformatted", "miscopied", "miscopied")  # what is wrong with rejected replies
 HELD_OUT_ONE_IN = 10
 SPLITS = ("train", "heldout")
 
@@ -68,6 +73,42 @@ def problems(
         if problem is not None and is_heldout(problem) == (split == "heldout"):
             found.setdefault(problem["question"], problem)
     return list(found.values())
+
+
+def preferences(
+    n: int, split: str = "train", seed: int = 0, max_number: int = 40, max_steps: int = 3, noise: float = 0.0,
+    mistakes: Sequence[str] = MISTAKES,
+) -> list[dict]:
+    """`n` pairs of replies to the problems of one split: {"prompt": messages, "chosen", "rejected", "mistake"}.
+
+    The chosen reply is right and reasoned. What is wrong with the rejected one is drawn from `mistakes`:
+
+    blurted      no reasoning, and a wrong number
+    unformatted  the right reasoning and answer without any marks
+    miscopied    the right reasoning, then another number in the answer
+    miscounted   one line of the reasoning is wrong, and whatever follows from it; not drawn by default, so that a
+                 reward model has something that nobody has shown it
+
+    A share `noise` of the pairs has the two swapped; which pairs are made does not depend on it. Raises ValueError as
+    `problems`, and for a noise outside 0 to 1 or an unknown mistake.
+    """
+    known = ("blurted", "unformatted", "miscopied", "miscounted")
+    unknown = [kind for kind in mistakes if kind not in known]
+    if unknown or not mistakes:
+        raise ValueError(f"mistakes {list(mistakes)} must be among {', '.join(known)}")
+    if not 0 <= noise <= 1:
+        raise ValueError(f"noise is {noise}; it is a share, from 0 to 1")
+    rng, swap = (random.Random(f"tinyworld {what} {split} {seed}") for what in ("preferences", "noise"))
+    pairs = []
+    for problem in problems(n, split, seed, max_number, max_steps):
+        lines, gold = problem["answer"].split("\n#### ")
+        kind = rng.choice(mistakes)
+        pair = {"prompt": [{"role": "user", "content": problem["question"]}], "chosen": reply(lines, gold),
+                "rejected": _worse_reply(rng, kind, lines, int(gold)), "mistake": kind}
+        if swap.random() < noise:
+            pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
+        pairs.append(pair)
+    return pairs
 
 
 def is_heldout(problem: dict[str, str]) -> bool:
@@ -192,6 +233,36 @@ def _comparison(rng: random.Random, value: int, max_number: int) -> tuple[str, s
         return f"{{b}} has {n} {{things}} fewer than {{a}}.", f"{value}-{n}={value - n}", value - n
     n = rng.randint(1, max(1, max_number - value))
     return f"{{b}} has {n} {{things}} more than {{a}}.", f"{value}+{n}={value + n}", value + n
+
+
+def _worse_reply(rng: random.Random, kind: str, lines: str, gold: int) -> str:
+    """A reply with this kind of mistake to a problem with this solution."""
+    if kind == "unformatted":
+        return f"{lines}\n{gold}"
+    if kind == "miscounted":
+        return reply(*_miscounted(rng, lines.split("\n")))
+    wrong = _near(rng, gold)
+    return reply(lines if kind == "miscopied" else None, str(wrong))
+
+
+def _near(rng: random.Random, value: int) -> int:
+    """Another number, not far away, not below 0."""
+    return rng.choice([n for n in (value + d for d in (-10, -5, -3, -2, -1, 1, 2, 3, 5, 10)) if n >= 0])
+
+
+def _miscounted(rng: random.Random, lines: list[str]) -> tuple[str, str]:
+    """The solution with a wrong result in one line, carried on; its lines and its answer, which is wrong too."""
+    while True:
+        slip, told, known = rng.randrange(len(lines)), [], {}
+        for i, line in enumerate(lines):
+            a, sign, b = re.match(r"(\d+)([-+*/])(\d+)=", line).groups()
+            a, b = (int(known.get(n, n)) for n in (a, b))
+            value = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[sign]
+            value = max(0, _near(rng, value) if i == slip else value)
+            told.append(f"{a}{sign}{b}={value}")
+            known[line.rpartition("=")[2]] = value
+        if told[-1].rpartition("=")[2] != lines[-1].rpartition("=")[2]:
+            return "\n".join(told), told[-1].rpartition("=")[2]
 
 
 def _numbers(line: str) -> list[str]:

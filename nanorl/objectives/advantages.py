@@ -66,3 +66,36 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
     if not 0 < buffer <= max_length:
         raise ValueError(f"overlong buffer {buffer} is outside 1..{max_length} (the longest response)")
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438) over the tokens of responses.
+
+    rewards  (B, T-1)  of writing token t+1
+    values   (B, T-1)  what the critic expected before token t+1 was written
+    mask     (B, T-1)  1 on the response, one run of tokens a row
+    returns  advantages and returns, (B, T-1) each, 0 where masked, without a gradient; return = advantage + value
+
+    A_t = d_t + gamma lam A_t+1 with d_t = r_t + gamma V_t+1 - V_t. After the last token of a response there is
+    nothing: V and A are 0 there, whatever the critic says of the padding. lam 1 is the sum of rewards to come minus
+    V_t, right on average and noisy; lam 0 is d_t alone, quiet and as wrong as the critic.
+    rewards [0, 1], values [0.5, 0.5], gamma 1, lam 0.5 -> advantages [0.25, 0.5], returns [0.75, 1].
+    Raises ValueError for gamma or lam outside 0 to 1, or shapes that differ.
+    """
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma {gamma} and lam {lam} must be from 0 to 1")
+    if not rewards.shape == values.shape == mask.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} "
+                         "must have one shape")
+    mask = mask.bool()
+    rewards = rewards.detach().float().masked_fill(~mask, 0.0)
+    values = values.detach().float().masked_fill(~mask, 0.0)  # so that the value after the last token is 0
+    advantages = torch.zeros_like(values)
+    after, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        after = (delta + gamma * lam * after).masked_fill(~mask[:, t], 0.0)
+        next_value, advantages[:, t] = values[:, t], after
+    return advantages, advantages + values

@@ -8,6 +8,7 @@ they belong to.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -69,6 +70,23 @@ def response_mask(prompt_width: int | Tensor, lengths: Tensor, width: int) -> Te
         raise ValueError(f"prompt and response take {int(end.max())} tokens, the row has {width}; widen it")
     scored = torch.arange(1, width, device=lengths.device)  # entry t scores token t+1
     return (scored >= start[:, None]) & (scored < end[:, None])
+
+
+def packed_targets(documents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of the replies in packed rows, and where each is predicted.
+
+    documents  (P, S)  0 on the prompt at the row's start, 1 and up on the replies behind it, -1 on padding
+    returns    where (P, S) bool, true on the N tokens of replies, and for these, in order, their row (N,) and the
+               column before (N,) whose hidden state predicts them: the one to their left, but for the first token of a
+               reply the prompt's last. As (rows, before, where).
+
+    [[0, 0, 1, 1, 2, -1]] -> rows [0, 0, 0], before [1, 2, 1], where [[0, 0, 1, 1, 1, 0]].
+    """
+    index = torch.arange(documents.size(1), device=documents.device)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    before = torch.where(first, (documents == 0).sum(dim=1, keepdim=True), index) - 1  # (P, S)
+    where = documents > 0
+    return where.nonzero()[:, 0], before[where], where
 
 
 def overlong_mask(mask: Tensor, ended: Tensor) -> Tensor:

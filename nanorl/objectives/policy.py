@@ -114,6 +114,28 @@ def grpo_loss(
     return loss + kl_coef * kl, {**diagnostics, "kl": kl.detach()}
 
 
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = 0.2
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Critic's loss: half of max((V - R)^2, (V_clipped - R)^2), where V_clipped is V kept within `clip` of V_old.
+
+    values, old_values, returns  (B, T-1)  the critic's now, when the rollout was sampled, and what it should have said
+    returns    loss (B, T-1), 0 where masked, and the diagnostic "clipped" (bool: the clip is what cut the gradient)
+
+    The maximum is pessimistic like the policy's minimum: a value that has moved by more than `clip` towards R gets no
+    gradient, one that has moved away from it does. V_old 0, V 0.5, R 1, clip 0.2: V_clipped 0.2, loss 0.32, no
+    gradient; R 0: loss 0.125. `clip` None does not clip. (Schulman's `ppo2`, 2017; not in the paper.)
+    Raises ValueError for a clip at or below 0.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip of the values is {clip}; it must be above 0, or None")
+    mask = mask.bool()
+    values, old, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    free = (values - returns).square()
+    bounded = free if clip is None else (old + (values - old).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(free, bounded), {"clipped": (bounded > free).detach()}
+
+
 def count_for(mask: Tensor, how: str, constant_length: int | None = None) -> Tensor:
     """What `reduce` divides by, for this mask (B, T-1) alone: a scalar in fp32.
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from nanorl import checkpoint, distributed, paths, runtime
+from nanorl import config, distributed, paths, runtime
 from nanorl.data.corpus import TokenBatches, token_info
 from nanorl.data.prepare import make_tokenizer
 from nanorl.model import ModelConfig, Transformer
@@ -24,9 +24,9 @@ class PretrainConfig(supervised.SupervisedConfig, ModelConfig):
     window: int = Field(128, ge=2, description="tokens of a training window, at most the context length")
 
 
-def losses(model: nn.Module, batch: dict) -> Tensor:
+def losses(model: nn.Module, batch: dict) -> tuple[Tensor, dict]:
     """Per-token losses (B, T-1) of windows (B, T)."""
-    return next_token_loss(model(batch["tokens"]), batch["tokens"])
+    return next_token_loss(model(batch["tokens"]), batch["tokens"]), {}
 
 
 def count(batch: dict) -> int:
@@ -49,9 +49,7 @@ def train(cfg: PretrainConfig) -> Iterator[dict]:
     needed = [data / "corpus.h5", *([paths.run_dir(cfg.run_name) / "tokenizer.json"] if cfg.tokenizer == "bpe" else [])]
     for path in needed:
         if not path.is_file():
-            flags = {name: getattr(cfg, name) for name in ("preset", "data", "tokenizer", "seed", "run")}
-            given = {name: value for name, value in flags.items() if value is not None}
-            raise FileNotFoundError(f"no {path}; make it with: {checkpoint.command('prepare', **given)}")
+            raise FileNotFoundError(f"no {path}; make it with: {config.command_for('prepare', cfg)}")
     tokenizer, _ = make_tokenizer(cfg)
     model = Transformer(ModelConfig.of(cfg, vocab_size=tokenizer.vocab_size))
     info = token_info(data / "corpus-dev.h5", tokenizer)
@@ -65,7 +63,7 @@ def train(cfg: PretrainConfig) -> Iterator[dict]:
         model, tokenizer, batches("corpus.h5", cfg.seed),
         dev_batches=lambda: itertools.islice(batches("corpus-dev.h5", 0), cfg.eval_batches),
         losses=losses, count=count,
-        report=lambda dev_loss: {"bits_per_byte": bits_per_byte(dev_loss, tokens_per_byte)},
+        report=lambda found: {"bits_per_byte": bits_per_byte(found["dev_loss"], tokens_per_byte)},
     )
     yield from supervised.train(cfg, job, device)
 

@@ -1,5 +1,9 @@
 """What every training run has: an optimizer's settings, a count of what it has done, a state to save and restore."""
 
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -7,10 +11,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from nanorl import checkpoint, distributed, runtime
+from nanorl import checkpoint, distributed, runtime, storage
 from nanorl.config import StageConfig
-from nanorl.model import Transformer
+from nanorl.metrics import Metrics
 from nanorl.optim import Optimizers, build_optimizers, schedule
+from nanorl.stopping import Stop, listening
 from nanorl.tokenizer import Tokenizer
 
 
@@ -27,6 +32,8 @@ class OptimConfig(StageConfig):
     lr_floor: float = Field(0.1, ge=0, le=1, description="the learning rate at the end, as a share of its peak")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 never does")
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    max_skipped: int = Field(20, ge=0, description="steps with a gradient that is no number, which are left out; with "
+                             "more of them the run ends")
     compile: bool = Field(False, description="torch.compile the training forward")
 
     def build_optimizers(self, model: nn.Module) -> Optimizers:
@@ -45,6 +52,14 @@ class OptimConfig(StageConfig):
         """Whether a checkpoint is due after `step` steps."""
         return step == self.steps or bool(self.save_every and step % self.save_every == 0)
 
+    def look_due(self, step: int) -> bool:
+        """Whether held-out data is to be looked at after `step` steps, in a config that says `eval_every`."""
+        return step in (1, self.steps) or step % self.eval_every == 0
+
+    def how_to_resume(self, step: int) -> str:
+        """What a run that was asked to stop says as it leaves."""
+        return f"{self.stage} stopped after step {step} of {self.steps}, saved in {self.folder}; go on with --resume"
+
 
 @dataclass
 class Progress:
@@ -54,33 +69,64 @@ class Progress:
     tokens: int = 0  # tokens read or written so far
     minutes: float = 0.0  # time spent in steps, evaluation left out
     loss_history: list[float] = field(default_factory=list)
+    history: dict[str, list[float]] = field(default_factory=dict)  # what controllers and monitors go by
+
+    def add(self, tokens: int, seconds: float, loss: float) -> None:
+        """Count a step that is done."""
+        self.step += 1
+        self.tokens += tokens
+        self.minutes += seconds / 60
+        self.loss_history.append(loss)
 
 
 def restore(
-    cfg: OptimConfig, model: Transformer, tokenizer: Tokenizer, optimizers: Optimizers, source: Any
+    cfg: OptimConfig, model: nn.Module, tokenizer: Tokenizer, optimizers: Optimizers, source: Any
 ) -> Progress:
     """Put a run back to the checkpoint that `cfg.resume` means; a new run where it means none.
 
     `source` is where batches come from; its `position` is set. Raises ValueError where the checkpoint has another
     shape or tokenizer, FileNotFoundError where there is none.
     """
-    path = checkpoint.resolve_resume(cfg.resume, cfg.folder)
-    if path is None:
+    state = checkpoint.to_resume(cfg.resume, cfg.folder)
+    if state is None:
         return Progress()
-    state = checkpoint.load(path)
     if state["stage"] != cfg.stage:
-        raise ValueError(f"{path} is a checkpoint of stage {state['stage']}, this is {cfg.stage}; resume from one of "
-                         f"{cfg.stage}'s own")
+        raise ValueError(f"{cfg.resume} is a checkpoint of stage {state['stage']}, this is {cfg.stage}; resume from "
+                         f"one of {cfg.stage}'s own")
     checkpoint.check_same_shape(state, model.cfg.model_dump(), tokenizer.hash)
     checkpoint.load_weights(model, state["model_state_dict"])
     optimizers.load_state_dict(state["optimizer_state_dict"])
     runtime.set_rng_state(state["rng"])
     source.position = state["position"]
-    return Progress(**{name: state[name] for name in asdict(Progress())})
+    return Progress(**{name: state[name] for name in asdict(Progress()) if name in state})
+
+
+@contextmanager
+def session(cfg: OptimConfig, progress: Progress) -> Iterator[tuple[Metrics, Stop]]:
+    """What a run holds while it lasts: its folder, against a second run; an ear for SIGTERM and Ctrl-C; its metrics.
+
+    Raises ValueError where another run is using the folder.
+    """
+    with (storage.lock(cfg.folder) if distributed.is_main() else nullcontext(), listening() as stop,
+          Metrics(cfg.folder, cfg.stage, cfg.steps, progress.step, cfg.tracker, cfg.model_dump()) as metrics):
+        yield metrics, stop
+
+
+def guard(cfg: OptimConfig, record: dict, source: Any) -> None:
+    """Warn of a step that was left out because its gradient was no number; FloatingPointError where there have been
+    more than `max_skipped`."""
+    if math.isfinite(record["grad_norm"]):
+        return
+    what = (f"{cfg.stage} step {record['step']}: the gradient was no number, on the batch that ends at position "
+            f"{source.position}; left out, {record['skipped']} of at most {cfg.max_skipped}")
+    if record["skipped"] > cfg.max_skipped:
+        raise FloatingPointError(f"{what}; lower lr, or look at that batch")
+    if distributed.is_main():
+        warnings.warn(what, stacklevel=2)
 
 
 def save(
-    cfg: OptimConfig, model: Transformer, tokenizer: Tokenizer, optimizers: Optimizers, source: Any,
+    cfg: OptimConfig, model: nn.Module, tokenizer: Tokenizer, optimizers: Optimizers, source: Any,
     progress: Progress, record: dict, parent: str | None,
 ) -> None:
     """Rank 0 writes the whole state of the run to `cfg.folder`; the others wait for it."""
@@ -95,6 +141,6 @@ def save(
     distributed.barrier()
 
 
-def training_forward(cfg: OptimConfig, model: Transformer, device: torch.device) -> nn.Module:
+def training_forward(cfg: OptimConfig, model: nn.Module, device: torch.device) -> nn.Module:
     """The module to compute losses through: compiled and wrapped in DDP where that applies."""
     return distributed.wrap(torch.compile(model) if cfg.compile else model, device)

@@ -22,10 +22,10 @@ class SFTConfig(supervised.SupervisedConfig):
     stage: ClassVar[str] = "sft"
 
 
-def losses(model: nn.Module, batch: dict) -> Tensor:
+def losses(model: nn.Module, batch: dict) -> tuple[Tensor, dict]:
     """Per-token losses (B, T-1) of packed rows (B, T), 0 on what does not count."""
     logits = model(batch["tokens"], documents=batch["documents"])
-    return masked_cross_entropy(logits, batch["tokens"], batch["loss_mask"], batch["documents"])[0]
+    return masked_cross_entropy(logits, batch["tokens"], batch["loss_mask"], batch["documents"])[0], {}
 
 
 def count(batch: dict) -> int:

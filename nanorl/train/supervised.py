@@ -1,10 +1,10 @@
-"""The one supervised loop: pretraining, SFT and whatever else learns from given targets.
+"""The one supervised loop: pretraining, SFT, the reward model and learning from preferences.
 
 A step, in order:
 
  1. take this rank's rows of the global batch;
  2. count the targets of the whole batch, over all micro-batches and ranks, before any backward;
- 3. for each micro-batch: losses of its tokens, their sum over that count, backward;
+ 3. for each micro-batch: losses of its targets, their sum over that count, backward;
  4. set the learning rate, clip the gradient, step;
  5. now and then the loss on held-out data and a checkpoint, and always one metrics record.
 
@@ -23,15 +23,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from nanorl import distributed, runtime
-from nanorl.metrics import Metrics
-from nanorl.model import Transformer
 from nanorl.optim import clip_and_step
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import OptimConfig, restore, save, training_forward
+from nanorl.train.progress import OptimConfig, guard, restore, save, session, training_forward
 
 
 class SupervisedConfig(OptimConfig):
-    """What pretraining and SFT share."""
+    """What the stages of this loop share."""
 
     batch_size: int = Field(32, ge=1, description="rows a step, over all processes and micro-batches")
     micro_batch_size: int = Field(32, ge=1, description="rows a forward pass on one process")
@@ -43,14 +41,16 @@ class SupervisedConfig(OptimConfig):
 class Job:
     """What a stage hands to the loop."""
 
-    model: Transformer
+    model: nn.Module
     tokenizer: Tokenizer
     batches: Any  # endless iterator of dicts of (B_local, ...) tensors, with an integer `position`
     dev_batches: Callable[[], Iterable[dict]]  # a fresh pass over held-out batches
-    losses: Callable[[nn.Module, dict], Tensor]  # (model, micro-batch) -> losses of targets, 0 where not counted
+    # (model, micro-batch) -> losses of targets, 0 where not counted, and further figures in the same form
+    losses: Callable[[nn.Module, dict], tuple[Tensor, dict[str, Tensor]]]
     count: Callable[[dict], int]  # batch -> how many targets count
     parent: str | None = None  # the checkpoint that the model came from
-    report: Callable[[float], dict] = lambda dev_loss: {}  # more figures from a held-out loss
+    ready: Callable[[dict], dict] = lambda batch: batch  # what a batch needs before it is split, from all ranks
+    report: Callable[[dict], dict] = lambda held_out: {}  # more figures from the held-out ones and their count
 
 
 def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dict]:
@@ -62,58 +62,76 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
     optimizers = cfg.build_optimizers(model)
     progress = restore(cfg, model, job.tokenizer, optimizers, job.batches)
     forward = training_forward(cfg, model, device)
-    with Metrics(cfg.folder, cfg.stage, cfg.steps, progress.step, cfg.tracker, cfg.model_dump()) as metrics:
+    with session(cfg, progress) as (metrics, stop):
         while progress.step < cfg.steps:
             started = time.perf_counter()
             # 1. this rank's rows
-            batch = to_device(next(job.batches), device)
+            batch = job.ready(to_device(next(job.batches), device))
             # 2. the count of the whole batch
             count = distributed.sum_over_ranks(job.count(batch))
             # 3. losses, micro-batch by micro-batch; ranks meet in the last backward
             optimizers.zero_grad()
-            loss = 0.0
+            sums: dict[str, Tensor] = {}
             micros = list(split(batch, cfg.micro_batch_size))
             for i, micro in enumerate(micros):
                 with sync_last(forward, i, len(micros)):
                     with runtime.autocast(device, cfg.precision):
-                        share = job.losses(forward, micro).sum() / max(count, 1)
+                        losses, figures = job.losses(forward, micro)
+                    share = losses.sum() / max(count, 1)
                     (share * world).backward()  # DDP averages over ranks, and the count is global already
-                loss += share.detach()
+                add_sums(sums, {"loss": losses, **figures})
             # 4. step
             lr = cfg.set_lr(optimizers, progress.step)
             grad_norm = clip_and_step(model, optimizers, cfg.max_grad_norm)
-            # 5. figures, held-out loss, checkpoint
-            loss = float(distributed.sum_over_ranks(loss))
+            # 5. figures, held-out figures, checkpoint
+            means = over_ranks(sums, count)
             tokens = distributed.sum_over_ranks(batch["tokens"].numel())
             seconds = time.perf_counter() - started
-            progress.step += 1
-            progress.tokens += tokens
-            progress.minutes += seconds / 60
-            progress.loss_history.append(loss)
-            record = {"step": progress.step, "loss": loss, "lr": lr, "grad_norm": grad_norm,
+            progress.add(tokens, seconds, means["loss"])
+            record = {"step": progress.step, **means, "lr": lr, "grad_norm": grad_norm,
                       "skipped": optimizers.skipped, "tokens": progress.tokens,
                       "time/step": seconds, "time/tokens_per_second": tokens / seconds}
+            guard(cfg, record, job.batches)
             if progress.step % cfg.eval_every == 0 or progress.step == cfg.steps:
-                record["dev_loss"] = held_out_loss(cfg, job, device)
-                record |= job.report(record["dev_loss"])
-            if cfg.save_due(progress.step):
-                save(cfg, model, job.tokenizer, optimizers, job.batches, progress, record, job.parent)
+                record |= held_out(cfg, job, device)
+            leaving = stop.due()
             metrics.log(record)
+            if cfg.save_due(progress.step) or leaving:
+                save(cfg, model, job.tokenizer, optimizers, job.batches, progress, record, job.parent)
             yield record
+            if leaving:
+                stop.leave(cfg.how_to_resume(progress.step))
 
 
 @torch.no_grad()
-def held_out_loss(cfg: SupervisedConfig, job: Job, device: torch.device) -> float:
-    """Mean loss of the targets in the held-out batches, over all ranks."""
-    total, count = 0.0, 0
+def held_out(cfg: SupervisedConfig, job: Job, device: torch.device) -> dict:
+    """Mean loss and figures of the targets in the held-out batches, over all ranks, as `dev_loss` and so on."""
+    sums: dict[str, Tensor] = {}
+    count = 0
     job.model.eval()
     for batch in job.dev_batches():
-        batch = to_device(batch, device)
+        batch = job.ready(to_device(batch, device))
         with runtime.autocast(device, cfg.precision):
-            total += float(job.losses(job.model, batch).sum())
+            losses, figures = job.losses(job.model, batch)
+        add_sums(sums, {"loss": losses, **figures})
         count += job.count(batch)
     job.model.train()
-    return distributed.sum_over_ranks(total) / max(distributed.sum_over_ranks(count), 1)
+    count = distributed.sum_over_ranks(count)
+    means = {f"dev_{name}": value for name, value in over_ranks(sums, count).items()}
+    return means | job.report(means | {"count": count})
+
+
+def add_sums(sums: dict[str, Tensor], figures: dict[str, Tensor]) -> None:
+    """Add the sum of each figure to `sums`."""
+    for name, x in figures.items():
+        sums[name] = sums.get(name, 0.0) + x.detach().float().sum()
+
+
+def over_ranks(sums: dict[str, Tensor], count: int) -> dict[str, float]:
+    """The sums of all ranks over a global count. A rank may have none, where a pass left nothing for it."""
+    parts = distributed.gather_objects([{name: float(total) for name, total in sums.items()}])
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) / max(count, 1) for name in names}
 
 
 def to_device(batch: dict, device: torch.device) -> dict:

@@ -1,0 +1,64 @@
+"""Leaving when asked: SIGTERM or Ctrl-C lets a run finish its step and save; asked twice, it leaves at once.
+
+    with listening() as stop:
+        for step in ...:
+            ...
+            if stop.due():          # every rank asks, at the same place, and gets the same answer
+                save(...)
+                stop.leave("saved")
+
+In a notebook an interrupt of the kernel is a Ctrl-C. The exit status of the command line is 130 after Ctrl-C and 143
+after SIGTERM, as shells have it.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanorl import distributed
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was asked to stop, and has saved. `status` is the exit status for it."""
+
+    def __init__(self, text: str, status: int):
+        super().__init__(text)
+        self.status = status
+
+
+class Stop:
+    """Whether this process has been asked to stop."""
+
+    def __init__(self):
+        self.asked = 0  # the number of the signal
+
+    def due(self) -> bool:
+        """Whether any rank has been asked. A call for all ranks."""
+        self.asked = max(distributed.gather_objects([self.asked]))
+        return bool(self.asked)
+
+    def leave(self, text: str) -> None:
+        """Raise `Stopped`, after `due` has been true."""
+        raise Stopped(text, 128 + self.asked)
+
+    def _hear(self, number: int, _: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = number
+
+
+@contextmanager
+def listening() -> Iterator[Stop]:
+    """Note SIGINT and SIGTERM instead of being ended by them; what was done about them before is put back at the end.
+
+    Only Python's main thread can listen; elsewhere nothing is changed and nothing is heard.
+    """
+    stop, before = Stop(), {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
