@@ -38,8 +38,10 @@ STAGES = {
     "ppo": (ppo.train, ppo.PPOConfig),
     "grpo": (grpo.train, grpo.GRPOConfig),
 }
-NEEDS = {"prepare": None, "pretrain": "prepare", "sft": "pretrain"} | dict.fromkeys(
-    ("reward", "dpo", "orpo", "kto", "ppo", "grpo"), "sft")  # what each stage starts from
+NEEDS = {  # what each stage starts from
+    "prepare": None, "pretrain": "prepare", "sft": "pretrain",
+    "reward": "sft", "dpo": "sft", "orpo": "sft", "kto": "sft", "ppo": "sft", "grpo": "sft",
+}
 POLL = 0.1  # seconds between looks at what the processes have written
 FIXED_BY_TRAINING = ("vocab_size", "context_length", "max_number", "max_steps", "seed")
 

@@ -13,14 +13,19 @@ from nanorl.evaluate import EvalConfig
 from nanorl.model import ModelConfig
 from nanorl.talk import ChatConfig
 from nanorl.train.grpo import GRPOConfig
+from nanorl.train.ppo import PPOConfig
+from nanorl.train.preference import DPOConfig, KTOConfig, ORPOConfig, PairConfig
 from nanorl.train.pretrain import PretrainConfig
 from nanorl.train.progress import OptimConfig
+from nanorl.train.reward import RewardConfig
+from nanorl.train.rl import RLConfig
 from nanorl.train.sft import SFTConfig
 from nanorl.train.supervised import SupervisedConfig
 
 PACKAGE = Path(nanorl.__file__).parent
 CONFIGS = [StageConfig, PrepareConfig, ModelConfig, OptimConfig, SupervisedConfig, PretrainConfig, SFTConfig,
-           GRPOConfig, EvalConfig, ChatConfig]
+           PairConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, RLConfig, PPOConfig, GRPOConfig, EvalConfig,
+           ChatConfig]
 OWNERS = {"cfg", "config", "usual"}  # what the package calls a config; in its own class it is `self`
 
 

@@ -1,10 +1,8 @@
 """GRPO's variants: each runs, each does what sets it apart, and a toy reward is learned."""
 
-import copy
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,8 +77,8 @@ def test_each_variant_runs_and_starts_at_ratio_1(changes, slope, monkeypatch):
         return result
 
     monkeypatch.setattr(grpo, "grpo_loss", watched_loss)
-    watched_copy = SimpleNamespace(deepcopy=lambda x: copies.append(type(x).__name__) or copy.deepcopy(x))
-    monkeypatch.setattr(grpo, "copy", watched_copy)
+    frozen_copy = grpo.frozen_copy
+    monkeypatch.setattr(grpo, "frozen_copy", lambda x: copies.append(type(x).__name__) or frozen_copy(x))
     before = checkpoint.require("sft", "tiny", "smoke").model.state_dict()
     records, state = train("grpo", steps=2, **changes)
     # the first ratio of the first update is 1, the drift from what was recorded is rounding

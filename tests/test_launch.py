@@ -39,7 +39,7 @@ def one_and_two(home):
 
 # Two processes are one --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "grpo"])
+@pytest.mark.parametrize("stage", launch.STAGES)
 def test_two_processes_train_what_one_does(one_and_two, stage):
     one, two = (checkpoint.load(checkpoint.latest(paths.stage_dir(run, stage))) for run in ("one", "two"))
     assert one["step"] == two["step"] == STEPS and one["finished"] and two["finished"]
@@ -47,24 +47,27 @@ def test_two_processes_train_what_one_does(one_and_two, stage):
     for name, weight in one["model_state_dict"].items():
         torch.testing.assert_close(two["model_state_dict"][name], weight, atol=1e-5, rtol=0, msg=name)
     if stage != "pretrain":  # and something was trained
-        parent = {"sft": "pretrain", "grpo": "sft"}[stage]
-        before = checkpoint.load(checkpoint.latest(paths.stage_dir("one", parent)))["model_state_dict"]
-        assert max((one["model_state_dict"][name] - weight).abs().max() for name, weight in before.items()) > 1e-3
+        before = checkpoint.load(checkpoint.latest(paths.stage_dir("one", launch.NEEDS[stage])))["model_state_dict"]
+        before |= {f"{where}.{name}": weight for name, weight in before.items() for where in ("backbone", "policy")}
+        after = one["model_state_dict"]
+        moved = [(weight - before[name]).abs().max() for name, weight in after.items() if name in before]
+        assert len(moved) > 5 and max(moved) > 1e-3
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "grpo"])
+@pytest.mark.parametrize("stage", launch.STAGES)
 def test_two_processes_report_what_one_does(one_and_two, stage):
     one, two = ([r for r in records if r["stage"] == stage] for records in one_and_two)
     assert [r["step"] for r in one] == [r["step"] for r in two] == list(range(1, STEPS + 1))
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
-        for name in a.keys() - {"stage", "weights"}:
+        at_the_reference = {"accuracy"} if a["step"] == 1 else set()  # a log-ratio of 0 has either sign
+        for name in a.keys() - {"stage", "weights"} - at_the_reference:
             if not name.startswith("time/"):
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name  # figures may be quotients
     assert ("dev_loss" in two[-1]) or ("dev_accuracy" in two[-1])  # the look at held-out data is included
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "grpo"])
+@pytest.mark.parametrize("stage", launch.STAGES)
 def test_ranks_end_with_the_same_parameters(one_and_two, stage):
     (last,) = [r for r in one_and_two[1] if r["stage"] == stage and r["step"] == STEPS]
     assert len(last["weights"]) == 2 and len(set(last["weights"])) == 1
@@ -78,7 +81,7 @@ def test_the_clip_and_the_kl_had_something_to_do(one_and_two):
 def test_records_are_those_of_the_metrics_file(one_and_two):
     mine = [r for r in one_and_two[1] if r["stage"] == "grpo"]
     written = read_metrics(paths.stage_dir("two", "grpo"))
-    assert [r | {"stage": "grpo"} for r in written] == mine
+    assert [r | {"stage": "grpo"} for r in written] == [{k: v for k, v in r.items() if k != "weights"} for r in mine]
 
 
 # Failures, endings ------------------------------------------------------------------------------------------
@@ -186,6 +189,7 @@ def test_ensure_refuses_what_it_does_not_know(home, stage, settings, message):
 
 
 def test_every_trainer_is_a_stage():
-    assert list(launch.STAGES) == ["pretrain", "sft", "grpo"]
+    assert list(launch.STAGES) == ["pretrain", "sft", "reward", "dpo", "orpo", "kto", "ppo", "grpo"]
+    assert set(launch.NEEDS) == {"prepare", *launch.STAGES}
     for name, (train, cls) in launch.STAGES.items():
         assert cls.stage == name and train.__name__ == "train"

@@ -11,12 +11,16 @@ from nanorl.data.prepare import PrepareConfig
 from nanorl.evaluate import EvalConfig
 from nanorl.model import ModelConfig, Transformer
 from nanorl.train.grpo import GRPOConfig
+from nanorl.train.ppo import PPOConfig
+from nanorl.train.preference import DPOConfig, KTOConfig, ORPOConfig
 from nanorl.train.pretrain import PretrainConfig
+from nanorl.train.reward import RewardConfig
 from nanorl.train.sft import SFTConfig
 
 FOLDER = Path(nanorl.__file__).parent / "configs"
 PRESETS = ("smoke", "cpu", "gpu")
-CONFIGS = (PrepareConfig, PretrainConfig, SFTConfig, GRPOConfig, EvalConfig)
+CONFIGS = (PrepareConfig, PretrainConfig, SFTConfig, GRPOConfig, EvalConfig, RewardConfig, DPOConfig, ORPOConfig,
+           KTOConfig, PPOConfig)
 each_preset = pytest.mark.parametrize("preset", PRESETS)
 
 
@@ -45,7 +49,7 @@ def test_each_file_resolves(preset, config):
 
 @each_preset
 def test_the_settings_of_a_preset_can_work_together(preset):
-    prepare, pretrain, sft, grpo, evaluation = (settings(config, preset) for config in CONFIGS)
+    prepare, pretrain, sft, grpo, evaluation, *_ = (settings(config, preset) for config in CONFIGS)
     common = StageConfig.model_fields.keys() - {"preset"}
     for other in (pretrain, sft, grpo, evaluation):  # one run, one name, one tokenizer, one kind of problem
         assert all(getattr(other, name) == getattr(prepare, name) for name in common)

@@ -1,30 +1,57 @@
-"""The three trainers at the smallest size: what they leave, that they repeat, resume and split alike."""
+"""Every trainer at the smallest size: what they leave, that they repeat, resume and split alike."""
 
 import json
 
 import pytest
 import torch
-from tiny_run import config_of, largest_difference, left_behind, new_home, same, share_of_e, train, without_times
+from tiny_run import (
+    PAIRS,
+    REINFORCED,
+    STAGES,
+    config_of,
+    largest_difference,
+    left_behind,
+    new_home,
+    same,
+    share_of_e,
+    train,
+    without_times,
+)
 
 from nanorl import checkpoint
 from nanorl.metrics import read_metrics
 from nanorl.optim import Optimizers
 from nanorl.rewards.verifiers import gsm8k_reward
-from nanorl.train import grpo, pretrain, progress, sft
+from nanorl.train import grpo, ppo, progress
 
-MODULES = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
-each_stage = pytest.mark.parametrize("stage", MODULES)
+each_stage = pytest.mark.parametrize("stage", STAGES)
 SUPERVISED = {"step", "loss", "lr", "grad_norm", "skipped", "tokens", "time/step", "time/tokens_per_second"}
-GRPO = SUPERVISED | {
-    "reward", "correct", "format", "length", "ended", "informative", "entropy", "kl", "clip_fraction", "drift",
+RL = SUPERVISED | {
+    "reward", "correct", "format", "length", "ended", "entropy", "kl", "clip_fraction", "drift",
     "prompts_too_long", "time/rollout", "time/score", "time/update",
 }
+FIELDS = {
+    "pretrain": SUPERVISED, "sft": SUPERVISED,
+    "reward": SUPERVISED | {"accuracy", "margin", "reward"},
+    "dpo": SUPERVISED | {"accuracy", "margin", "chosen_reward", "rejected_reward"},
+    "orpo": SUPERVISED | {"accuracy", "margin", "nll"},
+    "kto": SUPERVISED | {"accuracy", "reward"},
+    "ppo": RL | {"value", "return", "explained_variance", "value_loss", "value_clip_fraction", "moved", "updates",
+                 "kl_coef"},
+    "grpo": RL | {"informative"},
+}
+DEV = {"pretrain": {"dev_loss", "bits_per_byte"}, "sft": {"dev_loss"},
+       **dict.fromkeys(REINFORCED, {"dev_accuracy", "dev_length"})}
+for stage in PAIRS:  # every figure of a batch is one of held-out pairs too, and the accuracy has an interval
+    DEV[stage] = {f"dev_{name}" for name in (FIELDS[stage] - SUPERVISED) | {"loss"}}
+    DEV[stage] |= {"dev_accuracy_low", "dev_accuracy_high", "dev_pairs"}
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     """A home of its own for each test, and a reward from which so small a model has something to learn."""
-    monkeypatch.setattr(grpo, "gsm8k_reward", share_of_e)
+    for module in (grpo, ppo):
+        monkeypatch.setattr(module, "gsm8k_reward", share_of_e)
     return new_home(tmp_path, monkeypatch)
 
 
@@ -42,22 +69,22 @@ def refused(error, message, stage, **changes):
 def test_one_record_a_step_and_a_finished_checkpoint(stage, home):
     records, state = train(stage)
     steps = len(records)
-    fields = GRPO if stage == "grpo" else SUPERVISED
-    looks = {"pretrain": {"dev_loss", "bits_per_byte"}, "sft": {"dev_loss"}, "grpo": {"dev_accuracy", "dev_length"}}
-    looked = [1, 2, 4] if stage == "grpo" else [3, 6]
+    looked = [1, 2, 4] if stage in REINFORCED else [3, 6]
     for i, record in enumerate(records, start=1):
-        assert record["step"] == i and set(record) == fields | (looks[stage] if i in looked else set())
+        assert record["step"] == i and set(record) == FIELDS[stage] | (DEV[stage] if i in looked else set())
         assert all(isinstance(value, int | float) for value in record.values())
     assert read_metrics(home / "tiny" / stage) == records
     assert [r["tokens"] for r in records] == sorted({r["tokens"] for r in records})
     assert state["stage"] == stage and state["step"] == steps and state["finished"] is True
     assert state["loss_history"] == [r["loss"] for r in records] and state["metrics"] == records[-1]
-    parents = {"pretrain": None, "sft": "pretrain step 80", "grpo": "sft step 60"}
-    assert state["parent"] == parents[stage]
+    parents = {"pretrain": None, "sft": "pretrain step 80"}
+    assert state["parent"] == parents.get(stage, "sft step 60")
     assert state["minutes"] == pytest.approx(sum(r["time/step"] for r in records) / 60)
     left = {p.name for p in (home / "tiny" / stage).iterdir()}
-    written = {"metrics.jsonl", f"step_{steps:06d}.pt"} | ({"samples.jsonl"} if stage == "grpo" else set())
-    assert left == written | (set() if stage == "grpo" else {"previous-metrics.jsonl"})  # the prepared run's
+    written = {"metrics.jsonl", f"step_{steps:06d}.pt", f"step_{steps:06d}.json", "run.lock", "run.pid"}
+    written |= {"samples.jsonl"} if stage in REINFORCED else set()
+    prepared = {"previous-metrics.jsonl"} if stage in ("pretrain", "sft") else set()
+    assert left == written | prepared
     checkpoint.require(stage, "tiny", "smoke")
 
 
@@ -119,7 +146,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(stage, optimizer, tmp_pat
     steps = len(train(stage, optimizer=optimizer)[0])
     whole = left_behind(stage)
     home, half = new_home(tmp_path, monkeypatch), steps // 2
-    running = MODULES[stage].train(config_of(stage, optimizer=optimizer, save_every=half))
+    running = STAGES[stage][0](config_of(stage, optimizer=optimizer, save_every=half))
     for _ in range(half + 1):
         next(running)
     running.close()

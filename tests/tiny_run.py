@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl import checkpoint
+from nanorl import checkpoint, launch
 from nanorl.config import resolve
 from nanorl.data.prepare import PrepareConfig, prepare
 from nanorl.metrics import read_metrics
-from nanorl.train import grpo, pretrain, sft
 
-STAGES = {"pretrain": (pretrain.train, pretrain.PretrainConfig), "sft": (sft.train, sft.SFTConfig),
-          "grpo": (grpo.train, grpo.GRPOConfig)}
+STAGES = launch.STAGES
+PAIRS, REINFORCED = ("reward", "dpo", "orpo", "kto"), ("ppo", "grpo")
 COMMON = dict(run="tiny", vocab_size=300, context_length=96, max_number=10, max_steps=1, precision="fp32", device="cpu")
 SIZES = {
     "pretrain": dict(n_embed=32, n_head=2, n_kv_head=1, n_blocks=1, steps=6, batch_size=4, micro_batch_size=4,
                      window=48, eval_every=3, eval_batches=1, warmup=1),
     "sft": dict(steps=6, batch_size=4, micro_batch_size=4, eval_every=3, eval_batches=1, warmup=1),
+    **dict.fromkeys(PAIRS, dict(steps=6, pairs=40, dev_pairs=10, batch_size=4, micro_batch_size=2, eval_every=3,
+                                eval_batches=2, warmup=1, optimizer="adamw", lr=1e-3)),
+    "ppo": dict(steps=4, problems=60, prompts=8, group=2, max_new_tokens=10, micro_prompts=4, epochs=2, minibatches=2,
+                eval_every=2, eval_problems=10, dev_problems=6, lr=1e-3, warmup=1),
     "grpo": dict(steps=4, problems=60, prompts=4, group=4, max_new_tokens=10, micro_prompts=4, eval_every=2,
                  eval_problems=10, dev_problems=6, lr=1e-3, warmup=1),
 }
@@ -77,7 +80,7 @@ def left_behind(stage):
     state = checkpoint.load(checkpoint.latest(folder))
     state = {name: value for name, value in state.items() if name not in ("minutes", "cfg")}
     state["metrics"] = without_times([state["metrics"]])
-    samples = read_metrics(folder, "samples.jsonl") if stage == "grpo" else []
+    samples = read_metrics(folder, "samples.jsonl") if stage in REINFORCED else []
     return {"state": state, "metrics": without_times(read_metrics(folder)), "samples": samples}
 
 

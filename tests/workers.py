@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from nanorl import distributed
+from nanorl import distributed, launch
 from nanorl.config import StageConfig
 from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
 from nanorl.rollout import Rollout, assemble, recompute_logprobs
-from nanorl.train import grpo, pretrain, sft, supervised
+from nanorl.train import grpo, ppo, preference, pretrain, reward, sft, supervised
 
 
 def group_report(folder: str) -> dict:
@@ -81,7 +81,7 @@ class CourseConfig(StageConfig):
 
 
 def course(cfg: CourseConfig) -> Iterator[dict]:
-    """Five steps each of pretraining, SFT and GRPO with fixed rollouts, in several micro-batches. The last record of
+    """Five steps of each stage, PPO and GRPO with fixed rollouts, in several micro-batches. The last record of
     a stage says in `weights` what each rank's parameters were after it. AdamW throughout: Muon orthogonalizes in bf16,
     where the last bit of a gradient, which depends on the order of a sum, shows at 1e-3."""
     common = TINY | dict(run=cfg.run, preset=cfg.preset, steps=5, warmup=2, optimizer="adamw", lr=1e-3)
@@ -89,13 +89,17 @@ def course(cfg: CourseConfig) -> Iterator[dict]:
     shape = dict(n_embed=32, n_head=2, n_kv_head=1, n_blocks=2, window=48)
     reinforced = dict(prompts=6, group=4, epochs=2, micro_prompts=2, max_new_tokens=8, kl_coef=0.1, problems=60,
                       eval_problems=20, dev_problems=8, eval_every=3)
+    pairs = rows | dict(pairs=40, dev_pairs=12)
+    critic = reinforced | dict(minibatches=1, entropy_coef=0.01, value_clip=0.2, kl_target=0.1, critic="separate")
     configs = (pretrain.PretrainConfig(**common, **rows, **shape), sft.SFTConfig(**common, **rows),
-               grpo.GRPOConfig(**common, **reinforced))
+               reward.RewardConfig(**common, **pairs), preference.DPOConfig(**common, **pairs),
+               preference.ORPOConfig(**common, **pairs), preference.KTOConfig(**common, **pairs),
+               ppo.PPOConfig(**common, **critic), grpo.GRPOConfig(**common, **reinforced))
     with (patch.object(supervised, "save", compared(supervised.save)), patch.object(grpo, "save", compared(grpo.save)),
-          patch.object(grpo, "sample", fixed_sample)):
+          patch.object(ppo, "save", compared(ppo.save)), patch.object(grpo, "sample", fixed_sample),
+          patch.object(ppo, "sample", fixed_sample_for_ppo)):
         for stage in configs:
-            train = {"pretrain": pretrain, "sft": sft, "grpo": grpo}[stage.stage].train
-            for record in train(stage):
+            for record in launch.STAGES[stage.stage][0](stage):
                 yield {"stage": stage.stage, **record}
 
 
@@ -125,7 +129,12 @@ def fixed_sample(cfg, policy, tokenizer, stream, step, clock) -> tuple[Rollout, 
     whole.parts = {"correct": whole.rewards, "format": whole.rewards}
     whole.problems, whole.texts = [{"question": "", "answer": ""}] * P, [""] * B
     mine = whole.select(distributed.shard(torch.arange(P)))
-    return mine, grpo.over_all_ranks([mine], G)
+    return mine, grpo.over_all_ranks([mine])
+
+
+def fixed_sample_for_ppo(cfg, policy, judge, tokenizer, stream, step, clock) -> tuple[Rollout, dict]:
+    """The same instead of `ppo.sample`."""
+    return fixed_sample(cfg, policy, tokenizer, stream, step, clock)
 
 
 def rank_1_fails(cfg: CourseConfig) -> Iterator[dict]:

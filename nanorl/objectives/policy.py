@@ -132,7 +132,10 @@ def clipped_value_loss(
     mask = mask.bool()
     values, old, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values.detach(), returns.detach()))
     free = (values - returns).square()
-    bounded = free if clip is None else (old + (values - old).clamp(-clip, clip) - returns).square()
+    if clip is None:
+        return 0.5 * free, {"clipped": torch.zeros_like(mask)}
+    moved = values - old
+    bounded = torch.where(moved.abs() > clip, (old + moved.clamp(-clip, clip) - returns).square(), free)
     return 0.5 * torch.maximum(free, bounded), {"clipped": (bounded > free).detach()}
 
 

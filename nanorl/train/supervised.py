@@ -85,7 +85,7 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
             grad_norm = clip_and_step(model, optimizers, cfg.max_grad_norm)
             # 5. figures, held-out figures, checkpoint
             means = over_ranks(sums, count)
-            tokens = distributed.sum_over_ranks(batch["tokens"].numel())
+            tokens = distributed.sum_over_ranks(read(batch))
             seconds = time.perf_counter() - started
             progress.add(tokens, seconds, means["loss"])
             record = {"step": progress.step, **means, "lr": lr, "grad_norm": grad_norm,
@@ -132,6 +132,11 @@ def over_ranks(sums: dict[str, Tensor], count: int) -> dict[str, float]:
     parts = distributed.gather_objects([{name: float(total) for name, total in sums.items()}])
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) / max(count, 1) for name in names}
+
+
+def read(batch: dict) -> int:
+    """The tokens of a batch, padding left out."""
+    return int((batch["documents"] >= 0).sum()) if "documents" in batch else batch["tokens"].numel()
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
