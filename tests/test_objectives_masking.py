@@ -73,11 +73,49 @@ def check_overlong_mask(overlong_mask):
     assert kept.int().tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
+def check_packed_targets_by_hand(packed_targets):
+    # p p a a b .  and  p a a b b b: the first of each reply is predicted by the last p, its others by their left
+    documents = torch.tensor([[0, 0, 1, 1, 2, -1], [0, 1, 1, 2, 2, 2]])
+    rows, before, where = packed_targets(documents)
+    assert rows.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert before.tolist() == [1, 2, 1, 0, 1, 0, 3, 4]
+    assert where.int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]] and where.dtype == torch.bool
+
+
+def check_packed_targets_without_replies(packed_targets):
+    documents = torch.tensor([[0, 0, -1, -1], [0, 0, 0, 2]])  # the first reply is empty, and in one row both
+    rows, before, where = packed_targets(documents)
+    assert (rows.tolist(), before.tolist()) == ([1], [2])
+    assert where.int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def check_packed_targets_are_predicted_by_what_came_before(packed_targets):
+    """Rows of a prompt and up to three replies, each token a number of its own: in the conversation that a reply
+    stands for, prompt and then reply, the token on its left is the one whose hidden state is taken."""
+    g = torch.Generator().manual_seed(0)
+    tokens, documents, left_of = torch.full((8, 20), -1), torch.full((8, 20), -1), {}
+    for b in range(8):
+        lengths = [int(torch.randint(1, 5, (), generator=g)), *torch.randint(0, 5, (3,), generator=g).tolist()]
+        row, owner = torch.arange(sum(lengths)) + 100 * b, [d for d, n in enumerate(lengths) for _ in range(n)]
+        tokens[b, :len(row)], documents[b, :len(row)] = row, torch.tensor(owner)
+        for reply in (1, 2, 3):
+            conversation = [t for t, d in zip(row.tolist(), owner, strict=True) if d in (0, reply)]
+            for left, token in zip(conversation, conversation[1:], strict=False):
+                if owner[token - 100 * b] == reply:
+                    left_of[token] = left
+    rows, before, where = packed_targets(documents)
+    assert tokens[where].tolist() == sorted(left_of)
+    assert tokens[rows, before].tolist() == [left_of[token] for token in sorted(left_of)]
+
+
 CHECKS = {
     "masked_sum": [check_sum_skips_masked, check_sum_gradient],
     "masked_mean": [check_mean_divides_by_counted],
     "masked_whiten": [check_whiten_by_hand, check_whiten_given_statistics, check_whiten_of_equal_values],
     "response_mask": [check_response_mask_by_hand, check_response_mask_of_unequal_prompts],
+    "packed_targets": [
+        check_packed_targets_by_hand, check_packed_targets_without_replies,
+        check_packed_targets_are_predicted_by_what_came_before],
     "overlong_mask": [check_overlong_mask],
 }
 
