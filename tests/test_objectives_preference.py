@@ -310,7 +310,7 @@ def check_log_odds(log_odds):
 
 
 def check_log1mexp(log1mexp):
-    for x in (-1e-6, -1e-4, -0.01, -0.5, -0.69, -0.70, -1.0, -5.0, -20.0, -60.0):
+    for x in (-1e-6, -1e-4, -0.01, -0.5, -0.69, -0.70, -1.0, -5.0, -12.0, -20.0, -60.0):
         x = torch.tensor(x).item()  # as fp32 has it
         exact = math.log(-math.expm1(x)) if x > -0.5 else math.log1p(-math.exp(x))
         assert math.isclose(log1mexp(torch.tensor([x])).item(), exact, rel_tol=1e-5), x
@@ -339,6 +339,7 @@ def check_kto_by_hand(kto_loss):
     high, low = 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(0.5))
     close(kto_loss(logp, ref, good, torch.tensor(0.0), beta=0.25)[0], [0.5, 0.5, low, high])
     close(kto_loss(logp, ref, good, torch.tensor(2.0), beta=0.25)[0], [high, low, 0.5, 0.5])
+    close(kto_loss(logp, ref, good.long(), torch.tensor(2.0), beta=0.25)[0], [high, low, 0.5, 0.5])  # 1 and 0 will do
     close(kto_loss(logp, ref, good, torch.tensor([0.0, 2.0, 2.0, 0.0]), beta=0.25)[0], [0.5, low, 0.5, high])
     close(kto_loss(logp, ref, good, torch.tensor(0.0), 0.25, 3.0, 2.0)[0], [1.5, 1.0, 3 * low, 2 * high])
     close(kto_loss(logp, ref, good, torch.tensor(0.0))[0][:3], [0.5, 0.5, 1 / (1 + math.exp(0.2))])
