@@ -90,7 +90,7 @@ def gae(
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} "
                          "must have one shape")
     mask = mask.bool()
-    rewards = rewards.detach().float().masked_fill(~mask, 0.0)
+    rewards = rewards.detach().float()
     values = values.detach().float().masked_fill(~mask, 0.0)  # so that the value after the last token is 0
     advantages = torch.zeros_like(values)
     after, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])

@@ -100,10 +100,7 @@ def log1mexp(x: Tensor) -> Tensor:
     x is held at least 1e-7 below 0, so that a probability of 1 gives -16, not -inf; there the gradient is 0.
     """
     x = x.clamp(max=-SMALLEST)
-    near = x > -math.log(2)
-    # each branch is given numbers that it can bear, since where() lets NaN through from the one not taken
-    return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))),
-                       torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
 def kto_loss(
