@@ -1,8 +1,9 @@
 """The figure and the CSV files of the README, from finished runs.
 
-    papermill notebooks/05_grpo.ipynb runs/05_grpo.ipynb -p PRESET cpu
-    papermill notebooks/05_grpo.ipynb runs/05_grpo-seed1.ipynb -p PRESET cpu -p SEED 1
-    papermill notebooks/05_grpo.ipynb runs/05_grpo-seed2.ipynb -p PRESET cpu -p SEED 2
+    for seed in 0 1 2; do
+      papermill notebooks/05_grpo.ipynb runs/05_grpo-$seed.ipynb -p PRESET cpu -p SEED $seed
+      for stage in reward dpo orpo kto ppo; do python -m nanorl $stage --preset cpu --seed $seed; done
+    done
     python assets/make.py
 
 Writes runs/grpo_cpu_seed*.csv (one line a step), runs/table_cpu.csv (one line a stage and seed) and grpo.svg, and
