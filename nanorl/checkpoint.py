@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from nanorl import config, paths, storage
@@ -29,7 +30,7 @@ from nanorl.model import ModelConfig, Transformer
 from nanorl.tokenizer import Tokenizer
 
 State = dict[str, Any]
-REQUIRED = ("model_state_dict", "model_cfg", "stage", "cfg", "step")
+REQUIRED = {"model_state_dict": dict, "model_cfg": dict, "stage": str, "cfg": dict, "step": int}
 NAME = re.compile(r"step_(\d{6,})\.pt")
 WRAPPERS = ("module.", "_orig_mod.")                 # what DDP and torch.compile put before a name
 PLAIN = (dict, OrderedDict, list, tuple, str, int, float, bool, type(None))
@@ -69,8 +70,7 @@ def prune(folder: str | Path, keep_last: int) -> None:
         raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
     for path in list_checkpoints(folder)[:-keep_last]:
         storage.remove(path)
-    for path in Path(folder).glob(".step_*.tmp"):
-        path.unlink(missing_ok=True)
+    storage.sweep(Path(folder), "step_*", ".pt")
 
 
 def resolve_resume(resume: str | None, folder: str | Path) -> Path | None:
@@ -97,22 +97,24 @@ def to_resume(resume: str | None, folder: str | Path) -> State | None:
     """The state that a `resume` setting means, or None.
 
     Where it names a folder and the newest checkpoint there is damaged, the newest that is not is taken, with a
-    warning; a damaged file that is named itself is an error, and so are checkpoints that are all damaged.
+    warning of each that is passed over. ValueError where all are damaged, or a file that is named itself is.
     """
     path = resolve_resume(resume, folder)
     if path is None:
         return None
-    older = [p for p in list_checkpoints(path.parent) if NAME.fullmatch(path.name) and _step_of(p) < _step_of(path)]
-    if resume != "latest" and not Path(str(resume)).expanduser().is_dir():
-        older = []
-    while True:
+    if resume != "latest" and not Path(resume).expanduser().is_dir():
+        return load(path)
+    damaged: list[str] = []
+    for each in reversed(list_checkpoints(path.parent)):
         try:
-            return load(path)
+            state = load(each)
         except ValueError as error:
-            if not older:
-                raise
-            path = older.pop()
-            warnings.warn(f"{error}; going on from {path.name} instead", stacklevel=2)
+            damaged.append(str(error))
+            continue
+        for text in damaged:
+            warnings.warn(f"{text}; using step {state['step']} instead", stacklevel=2)
+        return state
+    raise ValueError(f"every checkpoint in {path.parent} is damaged; move them away and start without resume")
 
 
 # Saving -----------------------------------------------------------------------------------------------------
@@ -140,15 +142,6 @@ def save(folder: str | Path, state: State, keep_last: int = 2) -> Path:
             storage.remove(other)
     prune(folder, keep_last)
     return path
-
-
-def is_finished(folder: str | Path) -> bool:
-    """Whether the newest checkpoint of a folder is that of a run that reached its end."""
-    path = latest(folder)
-    if path is None:
-        return False
-    about = storage.read_manifest(path)
-    return bool((load(path) if about is None else about).get("finished"))
 
 
 def export(state: State, path: str | Path) -> Path:
@@ -199,9 +192,9 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> State:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:80]
         raise ValueError(f"checkpoint {path} is truncated or damaged ({reason}); "
                          f"{_fall_back(path)}") from None
-    missing = [key for key in REQUIRED if not isinstance(state, dict) or key not in state]
-    if missing:
-        raise ValueError(f"{path} is not a checkpoint of nanorl (no {missing[0]!r}); {_fall_back(path)}")
+    wrong = _what_is_wrong(state)
+    if wrong:
+        raise ValueError(f"{path} is not a checkpoint of nanorl ({wrong}); {_fall_back(path)}")
     return state
 
 
@@ -228,10 +221,15 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def model_from(state: State) -> Transformer | RewardModel:
     """The model that a checkpoint describes, built from its own config and loaded strictly, on CPU, in eval mode.
 
-    A reward model comes with its head; of an actor-critic comes the policy.
+    A reward model comes with its head; of an actor-critic comes the policy. ValueError as `load_weights`, and where
+    the config is none of a model.
     """
     weights = _clean_names(state["model_state_dict"])
-    model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
+    try:
+        model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
+    except (TypeError, ValidationError) as error:
+        reason = config.one_line_error(error) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(f"the {state['stage']} checkpoint describes no model ({reason}); train it again") from None
     if "head.weight" in weights:
         model = RewardModel(model)
     elif "value_head.weight" in weights:
@@ -311,6 +309,19 @@ def _clean_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             name = name.split(".", 1)[1]
         clean[name] = value
     return clean
+
+
+def _what_is_wrong(state: Any) -> str:
+    """Why something that was loaded is no state; "" where it is one."""
+    if not isinstance(state, dict):
+        return f"it holds a {type(state).__name__}"
+    for key, kind in REQUIRED.items():
+        if key not in state:
+            return f"no {key!r}"
+        if not isinstance(state[key], kind):
+            return f"its {key!r} is a {type(state[key]).__name__}, not a {kind.__name__}"
+    odd = [name for name, x in state["model_state_dict"].items() if not isinstance(name, str) or not torch.is_tensor(x)]
+    return f"its weight {odd[0]!r} is a {type(state['model_state_dict'][odd[0]]).__name__}" if odd else ""
 
 
 def _refuse_objects(value: Any, where: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nanorl import checkpoint, distributed, paths, runtime
+from nanorl import checkpoint, distributed, paths, runtime, storage
 from nanorl.config import StageConfig
 from nanorl.data.prompts import load_problems, split_solution
 from nanorl.generate import Completions, Sampling, generate
@@ -193,7 +193,11 @@ def stage_table(cfg: EvalConfig) -> list[dict]:
 
 def is_finished(cfg: StageConfig, stage: str) -> bool:
     """Whether the run has a finished model of this stage."""
-    return checkpoint.is_finished(paths.stage_dir(cfg.run_name, stage))
+    path = checkpoint.latest(paths.stage_dir(cfg.run_name, stage))
+    if path is None:
+        return False
+    about = storage.read_manifest(path)  # small, and says so
+    return bool((checkpoint.load(path) if about is None else about).get("finished"))
 
 
 def format_table(records: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""Leaving when asked: SIGTERM or Ctrl-C lets a run finish its step and save; asked twice, it leaves at once.
+"""Leaving when asked: SIGTERM or Ctrl-C lets a run finish its step and save; asked again, it leaves at once.
 
     with listening() as stop:
         for step in ...:
@@ -7,16 +7,22 @@
                 save(...)
                 stop.leave("saved")
 
+One Ctrl-C can reach a process more than once: from the terminal, and from the launcher that the terminal told as well.
+So what comes within a second of the first signal is taken for the same wish.
+
 In a notebook an interrupt of the kernel is a Ctrl-C. The exit status of the command line is 130 after Ctrl-C and 143
 after SIGTERM, as shells have it.
 """
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nanorl import distributed
+
+SAME_WISH = 1.0  # seconds
 
 
 class Stopped(KeyboardInterrupt):
@@ -31,7 +37,8 @@ class Stop:
     """Whether this process has been asked to stop."""
 
     def __init__(self):
-        self.asked = 0  # the number of the signal
+        self.asked = 0  # the number of the signal that this rank or another was sent
+        self.heard_at: float | None = None  # when this process heard its first
 
     def due(self) -> bool:
         """Whether any rank has been asked. A call for all ranks."""
@@ -43,9 +50,11 @@ class Stop:
         raise Stopped(text, 128 + self.asked)
 
     def _hear(self, number: int, _: object) -> None:
-        if self.asked:
+        if self.heard_at is None:
+            self.heard_at = time.monotonic()
+            self.asked = self.asked or number
+        elif time.monotonic() - self.heard_at > SAME_WISH:
             raise KeyboardInterrupt
-        self.asked = number
 
 
 @contextmanager

@@ -20,6 +20,10 @@ LOCK = "run.lock"
 _held: dict[Path, FileLock] = {}  # this process's own
 
 
+class CannotWrite(OSError):
+    """A file could not be written; the message, one line, says which and why."""
+
+
 class Hashing:
     """A file open for writing that takes the SHA-256 of what goes through it."""
 
@@ -41,7 +45,7 @@ class Hashing:
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """An open file that appears at `path` only when it is complete and on the disk.
 
-    OSError in one line where the disk is full or the folder cannot be written: then no file has changed.
+    CannotWrite where the disk is full or the folder is read-only: then no file has changed.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -57,6 +61,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+    except CannotWrite:                              # of another file, in the block
+        raise
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error          # torch.save hides the OSError behind a RuntimeError
         while cause is not None and not isinstance(cause, OSError):
@@ -69,9 +75,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
 
 
-def _cannot_write(path: Path, cause: OSError) -> OSError:
-    return OSError(f"could not write {path}: {cause.strerror or cause}; free space or set NANORL_HOME to another "
-                   "folder (files written before are whole)")
+def _cannot_write(path: Path, cause: OSError) -> CannotWrite:
+    return CannotWrite(f"could not write {path}: {cause.strerror or cause}; free space or set NANORL_HOME to another "
+                       "folder (files written before are whole)")
 
 
 # ---- checksums -----------------------------------------------------------------------------------------
@@ -84,27 +90,28 @@ def manifest_of(path: Path) -> Path:
 def write_with_manifest(path: Path, write: Callable[[IO[bytes]], Any], about: dict[str, Any]) -> None:
     """A whole file, written by `write`, and beside it its manifest: `about`, the file's size and its SHA-256.
 
-    The manifest comes first, so that the file is never there without one. Where a file is replaced the manifest
-    vouches for that one too, in case the process ends between the two.
+    The manifest comes first, so that the file is never there without one. Where a file that is whole is replaced the
+    manifest vouches for that one too, in case the process ends between the two. CannotWrite as `whole_file`.
     """
     manifest = manifest_of(path)
     with whole_file(path) as file:
         hashing = Hashing(file)
         write(hashing)
         entry = about | {"bytes": hashing.size, "sha256": hashing.hash.hexdigest()}
-        if path.exists() and (old := read_manifest(path)):
-            entry["replaces"] = old.get("sha256")
+        with contextlib.suppress(OSError, ValueError):
+            check(path)
+            entry["replaces"] = _sha256(path)
         with whole_file(manifest) as beside:
             beside.write(json.dumps(entry, indent=2).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a file; None where there is none that can be read."""
+    """The manifest of a file; None where there is none, or one that was not written here."""
     try:
         found = json.loads(manifest_of(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and isinstance(found.get("sha256"), str) else None
 
 
 def check(path: Path) -> None:
@@ -112,16 +119,27 @@ def check(path: Path) -> None:
     manifest = read_manifest(path)
     if manifest is None:
         return
+    found = _sha256(path)
+    if found not in (manifest["sha256"], manifest.get("replaces")):
+        raise ValueError(f"its SHA-256 is {found[:8]}, its manifest says {manifest['sha256'][:8]}")
+
+
+def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found not in (manifest.get("sha256"), manifest.get("replaces")):
-        raise ValueError(f"its SHA-256 is {found[:8]}, its manifest says {str(manifest.get('sha256'))[:8]}")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:
     """Delete a file and its manifest, the file first."""
     path.unlink(missing_ok=True)
     manifest_of(path).unlink(missing_ok=True)
+
+
+def sweep(folder: Path, names: str, suffix: str) -> None:
+    """Delete what a kill left of files called `names` (a pattern): temporary files, and manifests that stand alone."""
+    alone = [path for path in folder.glob(f"{names}.json") if not path.with_suffix(suffix).exists()]
+    for path in [*folder.glob(f".{names}.tmp"), *alone]:
+        path.unlink(missing_ok=True)
 
 
 # ---- one run a folder ----------------------------------------------------------------------------------
@@ -131,13 +149,13 @@ def lock(folder: Path) -> Iterator[None]:
     """Hold a folder against other processes. The operating system lets go of it when the process ends, however it
     does. Within a process the newest run takes over: an older one is a generator that nobody will ask again.
 
-    ValueError where another process holds it; OSError where the folder cannot be written.
+    ValueError where another process holds it; CannotWrite where the folder is read-only.
     """
     path = folder.resolve() / LOCK
     older = _held.pop(path, None)
     if older is not None:
         older.release(force=True)
-    held = FileLock(path, timeout=0)
+    held = FileLock(path, timeout=0, thread_local=False)  # a generator may be closed in another thread
     owner = path.with_suffix(".pid")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +166,7 @@ def lock(folder: Path) -> Iterator[None]:
         raise ValueError(f"another run, process {who}, is using {folder}; wait for it, stop it, or choose another "
                          "--run") from None
     except OSError as error:
+        held.release()
         raise _cannot_write(folder, error) from None
     _held[path] = held
     try:

@@ -31,7 +31,11 @@ def tiny_state(step=1, seed=0, **changes):
 
 
 def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
+    """What is in a folder, manifests left out; there is one for each checkpoint and no other."""
+    found = sorted(path.name for path in Path(folder).iterdir())
+    manifests = {name for name in found if name.endswith(".json")}
+    assert manifests == {p.with_suffix(".json").name for p in checkpoint.list_checkpoints(folder)}
+    return [name for name in found if name not in manifests]
 
 
 def one_line(error):
@@ -178,7 +182,7 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint_whole(tmp_path):
     before = checkpoint.save(tmp_path, tiny_state(1)).read_bytes()
     code, _, _ = save_in_a_child(tmp_path, "kill")
     assert code == 9
-    assert names(tmp_path) == [".step_000002.pt.tmp", "step_000001.pt"]
+    assert names(tmp_path) == [".step_000002.json.tmp", ".step_000002.pt.tmp", "step_000001.pt"]
     assert checkpoint.latest(tmp_path).read_bytes() == before
     checkpoint.save(tmp_path, tiny_state(3))
     assert names(tmp_path) == ["step_000001.pt", "step_000003.pt"]
@@ -192,7 +196,7 @@ def test_no_space_at_the_last_moment(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(OSError, match="step_000002.pt: No space left on device; free space") as error:
+    with pytest.raises(OSError, match=r"step_000002\.\w+: No space left on device; free space") as error:
         checkpoint.save(tmp_path, tiny_state(2), keep_last=1)
     one_line(error)
     assert names(tmp_path) == ["step_000001.pt"]
