@@ -7,18 +7,24 @@ import test_objectives_advantages
 import test_objectives_language_model
 import test_objectives_logprobs
 import test_objectives_masking
+import test_objectives_orpo_kto
 import test_objectives_policy
 import test_objectives_preference
+import test_objectives_value
 import wrong_versions
+import wrong_versions_ppo
 import wrong_versions_preference
 import wrong_versions_rl
 
 CHECKS = {
     **test_objectives_masking.CHECKS, **test_objectives_logprobs.CHECKS,
     **test_objectives_language_model.CHECKS, **test_objectives_advantages.CHECKS,
-    **test_objectives_policy.CHECKS, **test_objectives_preference.CHECKS,
+    **test_objectives_policy.CHECKS, **test_objectives_value.CHECKS,
+    **test_objectives_preference.CHECKS, **test_objectives_orpo_kto.CHECKS,
 }
-WRONG = {**wrong_versions.WRONG, **wrong_versions_rl.WRONG, **wrong_versions_preference.WRONG}
+WRONG = {
+    **wrong_versions.WRONG, **wrong_versions_rl.WRONG, **wrong_versions_ppo.WRONG, **wrong_versions_preference.WRONG,
+}
 CASES = [pytest.param(name, wrong, id=f"{name}-{i}-{wrong.__name__}")
          for name in WRONG for i, wrong in enumerate(WRONG[name])]
 
