@@ -7,8 +7,9 @@ from fractions import Fraction
 import pytest
 
 from nanorl.data import tinyworld
-from nanorl.data.tinyworld import is_heldout, problems, small_talk, stories
-from nanorl.rewards.parsing import gold_answer
+from nanorl.data.tinyworld import MISTAKES, is_heldout, preferences, problems, small_talk, stories
+from nanorl.rewards.parsing import final_answer, gold_answer, well_formed
+from nanorl.rewards.verifiers import correct
 
 BOUNDS = [(10, 1), (20, 2), (50, 4), (200, 6)]
 SETS = [problems(400, split, seed, *bounds) for split, seed, bounds in [
@@ -179,6 +180,122 @@ def test_a_story_on_request_is_about_what_was_asked_for():
         assert f"met a {animal}." in reply["content"]
 
 
+# ---- preference pairs --------------------------------------------------------------------------------------
+
+KINDS = ("blurted", "unformatted", "miscopied", "miscounted")
+in_each_world = pytest.mark.parametrize("max_number, max_steps", BOUNDS)
+
+
+def pairs_and_problems(n, max_number, max_steps, split="train", **more):
+    """Pairs beside the problems that they were made from."""
+    pairs, told = (make(n, split, 0, max_number, max_steps, **extra)
+                   for make, extra in ((preferences, more), (problems, {})))
+    return list(zip(pairs, told, strict=True))
+
+
+@in_each_world
+def test_chosen_is_right_and_rejected_is_wrong_or_malformed(max_number, max_steps):
+    seen = set()
+    for pair, problem in pairs_and_problems(2000, max_number, max_steps, mistakes=KINDS):
+        gold = problem["answer"]
+        assert pair["prompt"] == [{"role": "user", "content": problem["question"]}]
+        assert correct(pair["chosen"], gold) and well_formed(pair["chosen"])
+        if pair["mistake"] == "unformatted":
+            assert not well_formed(pair["rejected"])
+        else:
+            assert well_formed(pair["rejected"]) and not correct(pair["rejected"], gold)
+            assert final_answer(pair["rejected"]) >= 0
+        seen.add(pair["mistake"])
+    assert seen == set(KINDS)
+
+
+def test_what_each_mistake_looks_like():
+    for pair, problem in pairs_and_problems(800, 50, 4, mistakes=KINDS):
+        lines, gold = problem["answer"].split("\n#### ")
+        assert pair["chosen"] == f"<think>{lines}</think><answer>{gold}</answer>"
+        form = {"blurted": r"<answer>\d+</answer>", "unformatted": re.escape(f"{lines}\n{gold}"),
+                "miscopied": re.escape(f"<think>{lines}</think>") + r"<answer>\d+</answer>",
+                "miscounted": r"<think>(?s:.)+</think><answer>\d+</answer>"}[pair["mistake"]]
+        assert re.fullmatch(form, pair["rejected"]), pair
+
+
+@in_each_world
+def test_a_miscounted_reply_has_one_wrong_line_that_is_carried_on(max_number, max_steps):
+    """Every number of the question is still used as it was told, and every line goes on from the one before."""
+    for pair, problem in pairs_and_problems(1500, max_number, max_steps, mistakes=("miscounted",)):
+        thought, answer = re.fullmatch(r"<think>(.+)</think><answer>(\d+)</answer>", pair["rejected"], re.S).groups()
+        lines, right = thought.split("\n"), problem["answer"].split("\n")[:-1]
+        assert [re.sub(r"\d", "", line) for line in lines] == [re.sub(r"\d", "", line) for line in right]
+        wrong, before, operands = 0, None, []
+        for line in lines:
+            left, sign, other, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
+            a, b = int(left), int(other)
+            wrong += {"+": a + b, "-": a - b, "*": a * b, "/": Fraction(a, b or 1)}[sign] != int(result)
+            assert before is None or before in (left, other), pair
+            before, operands = result, [*operands, left, other]
+        assert wrong == 1 and answer == before, pair
+        for n in re.findall(r"\d+", problem["question"]):
+            assert n in operands, pair
+            operands.remove(n)
+
+
+def test_a_carried_slip_leaves_an_equal_number_of_the_question_alone():
+    """5-3=2 and then a gain of 2: only the first 2 is a result."""
+    found = {tinyworld._miscounted(random.Random(seed), ["5-3=2", "2+2=4"])[0] for seed in range(200)}
+    carried = {lines for lines in found if not lines.startswith("5-3=2")}
+    assert carried == {f"5-3={n}\n{n}+2={n + 2}" for n in (0, 1, 3, 4, 5, 7, 12)}
+    assert found - carried == {f"5-3=2\n2+2={n}" for n in (1, 2, 3, 5, 6, 7, 9, 14)}
+
+
+def test_a_slip_under_a_sum_of_two_results_is_carried_into_both():
+    found = {tinyworld._miscounted(random.Random(seed), ["4+2=6", "6*2=12", "6+12=18"])[0] for seed in range(300)}
+    assert "4+2=7\n7*2=14\n7+14=21" in found and "4+2=6\n6*2=13\n6+13=19" in found
+
+
+def test_a_slip_that_needs_a_fraction_or_less_than_nothing_is_drawn_again():
+    for lines in (["2*4=8", "8/4=2"], ["9-4=5", "5-5=0"]):
+        for seed in range(200):
+            *_, last = tinyworld._miscounted(random.Random(seed), lines)[0].split("\n")
+            a, sign, b, result = re.fullmatch(r"(\d+)([-/])(\d+)=(\d+)", last).groups()
+            assert int(a) % int(b) == 0 if sign == "/" else int(a) >= int(b)
+
+
+def test_mistakes_come_in_the_shares_of_the_list_and_of_this_one_by_default():
+    assert MISTAKES == ("blurted", "blurted", "unformatted", "miscopied", "miscopied")
+    found = [pair["mistake"] for pair in preferences(4000)]
+    for kind, share in (("blurted", 0.4), ("unformatted", 0.2), ("miscopied", 0.4), ("miscounted", 0)):
+        assert found.count(kind) / 4000 == pytest.approx(share, abs=0.03)  # four standard deviations
+    assert {pair["mistake"] for pair in preferences(50, mistakes=["miscounted"])} == {"miscounted"}
+
+
+def test_noise_swaps_a_share_and_changes_nothing_else():
+    plain = preferences(3000, seed=2)
+    swapped = []
+    for noise in (0.0, 0.1, 0.4, 1.0):
+        noisy = preferences(3000, seed=2, noise=noise)
+        turned = [a["chosen"] != b["chosen"] for a, b in zip(plain, noisy, strict=True)]
+        for a, b, turn in zip(plain, noisy, turned, strict=True):
+            assert b == ({**a, "chosen": a["rejected"], "rejected": a["chosen"]} if turn else a)
+        assert sum(turned) / 3000 == pytest.approx(noise, abs=0.03)
+        swapped.append({i for i, turn in enumerate(turned) if turn})
+    assert swapped[0] == set() and swapped[1] < swapped[2] < swapped[3] == set(range(3000))
+
+
+def test_pairs_are_the_same_for_the_same_arguments_and_touch_no_global_generator():
+    state = random.getstate()
+    assert preferences(60, "heldout", 4, 30, 3, 0.2) == preferences(60, "heldout", 4, 30, 3, 0.2)
+    assert random.getstate() == state
+    assert preferences(20, noise=0.3) == preferences(50, noise=0.3)[:20]
+    assert preferences(50) != preferences(50, seed=1) and preferences(0) == []
+    assert all(pair.keys() == {"prompt", "chosen", "rejected", "mistake"} for pair in preferences(9))
+
+
+def test_pairs_of_the_two_splits_have_no_chain_of_sums_in_common():
+    train, heldout = preferences(2000, "train"), preferences(300, "heldout")
+    assert {p["chosen"] for p in train}.isdisjoint(p["chosen"] for p in heldout)
+    assert {p["prompt"][0]["content"] for p in train}.isdisjoint(p["prompt"][0]["content"] for p in heldout)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------
 
 
@@ -200,4 +317,19 @@ def test_more_problems_than_there_are_is_an_error(monkeypatch):
 def test_arguments_that_make_no_world(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         problems(3, **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(mistakes=("blurted", "rude")), r"mistakes \['blurted', 'rude'\] must be among blurted, unformatted, "),
+    (dict(mistakes=()), r"mistakes \[\] must be among"),
+    (dict(noise=-0.1), "noise is -0.1; it is a share, from 0 to 1"),
+    (dict(noise=1.5), "noise is 1.5; it is a share"),
+    (dict(noise=float("nan")), "noise is nan; it is a share"),
+    (dict(split="test"), "split 'test' is not one of train, heldout"),
+    (dict(max_number=9), "max_number 9 and max_steps 3 leave no room"),
+])
+def test_arguments_that_make_no_pairs(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        preferences(3, **arguments)
     assert "\n" not in str(error.value)

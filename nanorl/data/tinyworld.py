@@ -251,18 +251,24 @@ def _near(rng: random.Random, value: int) -> int:
 
 
 def _miscounted(rng: random.Random, lines: list[str]) -> tuple[str, str]:
-    """The solution with a wrong result in one line, carried on; its lines and its answer, which is wrong too."""
+    """The solution with a wrong result in one line, carried on; its lines and its answer, which is wrong too.
+
+    Drawn again where the answer comes out right after all, or a later line would need a fraction or a number below 0:
+    that line would be a second mistake. A slip in the last line does neither, so this ends.
+    """
     while True:
-        slip, told, known = rng.randrange(len(lines)), [], {}
+        slip, told, known, before, whole = rng.randrange(len(lines)), [], {}, "", True
         for i, line in enumerate(lines):
-            a, sign, b = re.match(r"(\d+)([-+*/])(\d+)=", line).groups()
-            a, b = (int(known.get(n, n)) for n in (a, b))
+            left, sign, right, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
+            a = known.get(left, int(left))
+            b = int(right) if left == before else known.get(right, int(right))  # a result stands on the left, or two do
             value = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[sign]
-            value = max(0, _near(rng, value) if i == slip else value)
+            whole = whole and value >= 0 and (sign != "/" or value * b == a)
+            known[result] = value = _near(rng, value) if i == slip else value
             told.append(f"{a}{sign}{b}={value}")
-            known[line.rpartition("=")[2]] = value
-        if told[-1].rpartition("=")[2] != lines[-1].rpartition("=")[2]:
-            return "\n".join(told), told[-1].rpartition("=")[2]
+            before = result
+        if whole and told[-1].rpartition("=")[2] != before:
+            return "\n".join(told), str(value)
 
 
 def _numbers(line: str) -> list[str]:
