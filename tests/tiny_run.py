@@ -47,12 +47,17 @@ def train(stage, **changes):
 def _prepared() -> tempfile.TemporaryDirectory:
     """A home folder with the data and the models of run "tiny"; it goes when the tests end."""
     folder = tempfile.TemporaryDirectory(prefix="nanorl-tiny-")
+    prepare_home(Path(folder.name))
+    return folder
+
+
+def prepare_home(folder: Path) -> None:
+    """Make the data and the models of run "tiny" in a home folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANORL_HOME", folder.name)
+        patch.setenv("NANORL_HOME", str(folder))
         list(prepare(resolve(PrepareConfig, "smoke", documents=400, conversations=120, **COMMON)))
         train("pretrain", steps=80, batch_size=16, micro_batch_size=16, eval_every=80)
         train("sft", steps=60, batch_size=16, micro_batch_size=16, eval_every=60)
-    return folder
 
 
 def new_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
