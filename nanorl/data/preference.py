@@ -133,19 +133,22 @@ def as_pair(record: dict, where: str) -> dict:
 def _conversation(record: dict, side: str) -> list[dict]:
     """The whole conversation of one side, the reply its last message."""
     reply, prompt = record.get(side), record.get("prompt")
-    if isinstance(reply, list):  # messages, the prompt among them or before them
-        before = prompt if isinstance(prompt, list) else []
-        messages = reply if len(reply) > 1 else [*before, *reply]
-    elif not isinstance(reply, str):
+    if not isinstance(reply, str | list):
         raise ValueError(f"no text or messages under {side!r}")
+    if not isinstance(prompt, str | list | None):
+        raise ValueError("'prompt' is neither text nor messages")
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    if isinstance(reply, list):  # messages, the prompt among them or before them
+        messages = reply if len(reply) > 1 else [*before, *reply]
     elif prompt is None:
         messages = split_transcript(reply)
     else:
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*before, {"role": "assistant", "content": reply}] if isinstance(before, list) else before
+        messages = [*before, {"role": "assistant", "content": reply}]
     try:
         chat.check_messages(messages)
-    except (TypeError, ValueError) as error:
+        for message in messages:
+            message["content"].encode("utf-8")  # half of a character has no place in UTF-8, nor in a tokenizer
+    except ValueError as error:
         raise ValueError(f"{side}: {error}") from None
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
@@ -153,7 +156,7 @@ def _conversation(record: dict, side: str) -> list[dict]:
 def split_transcript(text: str) -> list[dict]:
     """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages. Turns of one side in a row are joined.
 
-    Raises ValueError where it does not begin with a turn, or ends in one that is not the assistant's.
+    Raises ValueError where it does not begin with a turn.
     """
     first, *rest = TURN.split(text)
     if first.strip() or not rest:
@@ -161,7 +164,7 @@ def split_transcript(text: str) -> list[dict]:
     messages: list[dict] = []
     for role, content in zip(rest[::2], rest[1::2], strict=True):
         if messages and messages[-1]["role"] == ROLES[role]:
-            messages[-1]["content"] += "\n\n" + content.strip()
+            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content.strip()}".strip()
         else:
             messages.append({"role": ROLES[role], "content": content.strip()})
     return messages
