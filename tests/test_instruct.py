@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanorl import chat
 from nanorl.data import instruct
-from nanorl.data.instruct import PackReport, RowBatches, pack
+from nanorl.data.instruct import EpochBatches, PackReport, RowBatches, pack
 from nanorl.tokenizer import Tokenizer
 
 
@@ -243,3 +243,67 @@ def test_another_tokenizer_kind_or_a_damaged_file_is_refused(tmp_path: Path, tok
     with pytest.raises(FileNotFoundError) as error:
         RowBatches(tmp_path / "gone.h5", 2)
     one_line(error, "gone.h5 does not exist", "prepare")
+
+
+# ---- which things make up a batch, whatever they are ---------------------------------------------------
+
+
+def drawn(batches: EpochBatches, n: int) -> list[tuple[list[int], int]]:
+    """The next `n` batches of indices, each with its epoch."""
+    found = (batches.next_indices() for _ in range(n))
+    return [(indices.tolist(), epoch) for indices, epoch in found]
+
+
+def test_indices_by_hand() -> None:
+    batches = EpochBatches(7, 3)
+    assert batches.batches_per_epoch == 3
+    first, second = (np.random.default_rng([0, epoch]).permutation(7).tolist() for epoch in (0, 1))
+    assert drawn(batches, 4) == [(first[:2], 0), (first[2:4], 0), (first[4:], 0), (second[:2], 1)]
+    assert batches.position == 4
+
+
+@given(n=st.integers(1, 40), batch_size=st.integers(1, 12), world=st.integers(1, 4), start=st.integers(0, 9))
+def test_ranks_share_each_batch_from_any_position(n: int, batch_size: int, world: int, start: int) -> None:
+    per_epoch = -(-n // batch_size)
+    if batch_size < world or n // per_epoch < world:
+        with pytest.raises(ValueError):
+            EpochBatches(n, batch_size, world=world)
+        return
+    whole = drawn(EpochBatches(n, batch_size, seed=3), start + 2 * per_epoch)
+    for epoch in range(len(whole) // per_epoch):
+        one = whole[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(i for indices, _ in one for i in indices) == list(range(n))
+        assert {found for _, found in one} == {epoch}
+    for rank in range(world):
+        batches = EpochBatches(n, batch_size, 3, position=start, rank=rank, world=world)
+        assert drawn(batches, 2 * per_epoch) == [(indices[rank::world], epoch) for indices, epoch in whole[start:]]
+
+
+def test_a_position_may_be_set_back_and_forth() -> None:
+    batches = EpochBatches(10, 4)
+    whole = drawn(batches, 9)
+    for position in (7, 0, 3, 2, 8):
+        batches.position = position
+        assert drawn(batches, 1) == whole[position : position + 1]
+
+
+def test_after_the_last_epoch_it_stops_and_stays_so() -> None:
+    batches = EpochBatches(5, 2, epochs=2)
+    assert len(drawn(batches, 6)) == 6
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            batches.next_indices()
+        assert batches.position == 6
+
+
+def test_too_few_things_are_named() -> None:
+    with pytest.raises(ValueError) as error:
+        EpochBatches(0, 4, source="the pairs")
+    one_line(error, "the pairs: 0 rows in batches of 4", "too few for 1 processes")
+    with pytest.raises(ValueError) as error:
+        EpochBatches(9, 4, world=4, source="the pairs")
+    one_line(error, "the pairs: 9 rows in batches of 4 make a batch of 3, too few for 4 processes", "batch_size 8")
+    assert EpochBatches(9, 8, world=4).batches_per_epoch == 2  # that advice works
+    with pytest.raises(ValueError) as error:
+        EpochBatches(9, 1, world=2)
+    one_line(error, "batch of 1 rows", "2 processes")
