@@ -24,12 +24,7 @@ from nanorl.tokenizer import Tokenizer
 USER, ASSISTANT, SYSTEM = ({"role": role, "content": text} for role, text in (
     ("user", "Hi?"), ("assistant", "Yes."), ("system", "Be kind.")))
 PAD = 99
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """One token a byte."""
-    return Tokenizer.from_ranks({bytes([byte]): byte for byte in range(256)})
+TOKENIZER = Tokenizer.from_ranks({bytes([byte]): byte for byte in range(256)})  # one token a byte
 
 
 def pair_of(prompt: str, chosen: str = "good", rejected: str = "bad") -> dict:
@@ -46,21 +41,21 @@ def one_line(error: pytest.ExceptionInfo, *parts: str) -> None:
 # ---- encoding ----------------------------------------------------------------------------------------------
 
 
-def test_encoding_by_hand(tokenizer: Tokenizer) -> None:
-    special, end = tokenizer.special, tokenizer.end_of_turn
-    prompt, chosen, rejected = encode_pair(tokenizer, pair_of("Hi", "<think>2</think>", "n<|end|>"))
+def test_encoding_by_hand() -> None:
+    special, end = TOKENIZER.special, TOKENIZER.end_of_turn
+    prompt, chosen, rejected = encode_pair(TOKENIZER, pair_of("Hi", "<think>2</think>", "n<|end|>"))
     assert prompt == [special["<|user|>"], *b"Hi", end, special["<|assistant|>"]]
     assert chosen == [special["<think>"], *b"2", special["</think>"], end]
     assert rejected == [*b"n<|end|>", end]  # a reply cannot end itself
-    assert encode_pair(tokenizer, pair_of("Hi", "yes", ""))[2] == [end]
+    assert encode_pair(TOKENIZER, pair_of("Hi", "yes", ""))[2] == [end]
 
 
 @pytest.mark.parametrize("prompt", [[USER], [SYSTEM, USER], [USER, ASSISTANT, USER], [USER, USER]])
-def test_prompt_and_reply_are_the_whole_conversation(tokenizer: Tokenizer, prompt: list[dict]) -> None:
+def test_prompt_and_reply_are_the_whole_conversation(prompt: list[dict]) -> None:
     pair = {"prompt": prompt, "chosen": chat.reply("1+1=2", "2"), "rejected": "no idea \u00e9"}
-    ids, *replies = encode_pair(tokenizer, pair)
+    ids, *replies = encode_pair(TOKENIZER, pair)
     for side, reply in zip(("chosen", "rejected"), replies, strict=True):
-        whole, mask = chat.encode_conversation(tokenizer, [*prompt, {"role": "assistant", "content": pair[side]}])
+        whole, mask = chat.encode_conversation(TOKENIZER, [*prompt, {"role": "assistant", "content": pair[side]}])
         assert ids + reply == whole and mask[len(ids) :] == [1] * len(reply) and not mask[len(ids) - 1]
 
 
@@ -102,22 +97,21 @@ def test_nothing_is_longer_than_the_limit_or_cut_without_need(sizes: tuple, long
 
 @given(st.text("ab ", max_size=40), st.text("ab<think>", max_size=40), st.text("ab", max_size=40), st.integers(9, 60))
 def test_encoded_pairs_fit_and_keep_what_they_should(prompt: str, chosen: str, rejected: str, longest: int) -> None:
-    tokenizer = Tokenizer.from_ranks({bytes([byte]): byte for byte in range(256)})
     pair = pair_of(prompt, chosen, rejected)
-    whole = encode_pair(tokenizer, pair)
-    encoded, report = encode_pairs(tokenizer, [pair], longest)
+    whole = encode_pair(TOKENIZER, pair)
+    encoded, report = encode_pairs(TOKENIZER, [pair], longest)
     if not encoded:
         short = truncate(whole, longest)
         assert report == PairReport(1, equal=1) and short[1] == short[2]
         return
     (found,) = encoded
-    assert found[0] == whole[0][len(whole[0]) - len(found[0]) :] and found[0][-1] == tokenizer.special["<|assistant|>"]
+    assert found[0] == whole[0][len(whole[0]) - len(found[0]) :] and found[0][-1] == TOKENIZER.special["<|assistant|>"]
     for reply, all_of_it in zip(found[1:], whole[1:], strict=True):
         assert len(found[0]) + len(reply) <= longest and reply == all_of_it[: len(reply)]
     assert report == PairReport(1, 0, int(len(found[0]) < len(whole[0])), int(found[1:] != whole[1:]))
 
 
-def test_what_was_done_to_the_pairs_is_counted(tokenizer: Tokenizer) -> None:
+def test_what_was_done_to_the_pairs_is_counted() -> None:
     # a prompt has 3 tokens beside its text, a reply 1
     pairs = [
         pair_of("q" * 5, "good", "bad"),  # 8 + 5: fits
@@ -128,20 +122,20 @@ def test_what_was_done_to_the_pairs_is_counted(tokenizer: Tokenizer) -> None:
         pair_of("q" * 5, "b" * 9, "b" * 8 + "a"),  # and then they are equal
         pair_of("q" * 9, "a" * 9, "b" * 9),  # 12 + 10: all three are cut
     ]
-    encoded, report = encode_pairs(tokenizer, iter(pairs), 16)
+    encoded, report = encode_pairs(TOKENIZER, iter(pairs), 16)
     assert report == PairReport(pairs=7, equal=2, truncated_prompts=2, truncated_replies=3)
-    end, special = tokenizer.end_of_turn, tokenizer.special
+    end, special = TOKENIZER.end_of_turn, TOKENIZER.special
     assert [tuple(map(len, parts)) for parts in encoded] == [(8, 5, 4), (11, 5, 4), (8, 8, 4), (8, 8, 8), (8, 8, 8)]
-    assert encoded[0] == encode_pair(tokenizer, pairs[0])
+    assert encoded[0] == encode_pair(TOKENIZER, pairs[0])
     assert encoded[1] == ([*b"qqqqqqqqq", end, special["<|assistant|>"]], [*b"good", end], [*b"bad", end])
     assert encoded[2][1:] == ([*b"bbbbbbbb"], [*b"aaa", end])
-    assert encode_pairs(tokenizer, [], 16) == ([], PairReport(0))
+    assert encode_pairs(TOKENIZER, [], 16) == ([], PairReport(0))
 
 
 @pytest.mark.parametrize("longest", [8, 0, -1])
-def test_a_context_without_room_for_a_reply(tokenizer: Tokenizer, longest: int) -> None:
+def test_a_context_without_room_for_a_reply(longest: int) -> None:
     with pytest.raises(ValueError) as error:
-        encode_pairs(tokenizer, [pair_of("q")], longest)
+        encode_pairs(TOKENIZER, [pair_of("q")], longest)
     one_line(error, f"a context of {longest} tokens has no room for a reply; use more than 8")
 
 

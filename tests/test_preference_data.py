@@ -223,6 +223,8 @@ def test_of_one_file_one_prompt_in_ten_is_held_out_with_all_its_pairs(tmp_path: 
     assert not any(map(is_heldout, train)) and all(map(is_heldout, heldout))
     assert sorted(asked(heldout)) == sorted(asked(load_pairs(str(path), "heldout", seed=4)))
     assert is_heldout(pair_of("x")) == is_heldout(pair_of("x", "other", "replies"))
+    held = [i for i in range(40) if is_heldout(pair_of(f"question {i}"))]
+    assert held == [3, 21]  # so that a change of the split, which would leak what was held out before, is noticed
 
 
 def fake_hub(monkeypatch, load_dataset) -> None:
