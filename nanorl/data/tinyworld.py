@@ -253,8 +253,9 @@ def _near(rng: random.Random, value: int) -> int:
 def _miscounted(rng: random.Random, lines: list[str]) -> tuple[str, str]:
     """The solution with a wrong result in one line, carried on; its lines and its answer, which is wrong too.
 
-    Drawn again where the answer comes out right after all, or a later line would need a fraction or a number below 0:
-    that line would be a second mistake. A slip in the last line does neither, so this ends.
+    Drawn again where a later line would need a fraction or a number below 0, which would be a second mistake. A slip
+    in the last line never does, so this ends. Each line takes different numbers to different ones, so a slip reaches
+    the answer.
     """
     while True:
         slip, told, known, before, whole = rng.randrange(len(lines)), [], {}, "", True
@@ -267,7 +268,7 @@ def _miscounted(rng: random.Random, lines: list[str]) -> tuple[str, str]:
             known[result] = value = _near(rng, value) if i == slip else value
             told.append(f"{a}{sign}{b}={value}")
             before = result
-        if whole and told[-1].rpartition("=")[2] != before:
+        if whole:
             return "\n".join(told), str(value)
 
 
