@@ -42,8 +42,10 @@ class Stop:
 
     def due(self) -> bool:
         """Whether any rank has been asked. A call for all ranks."""
-        self.asked = max(distributed.gather_objects([self.asked]))
-        return bool(self.asked)
+        asked = max(distributed.gather_objects([self.asked]))
+        if asked:  # else a signal may have come meanwhile, for the next call
+            self.asked = asked
+        return bool(asked)
 
     def leave(self, text: str) -> None:
         """Raise `Stopped`, after `due` has been true."""
@@ -55,6 +57,12 @@ class Stop:
             self.asked = self.asked or number
         elif time.monotonic() - self.heard_at > SAME_WISH:
             raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """Hear neither signal any more: for a process of its own that is leaving."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
