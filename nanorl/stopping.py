@@ -59,12 +59,6 @@ class Stop:
             raise KeyboardInterrupt
 
 
-def ignore() -> None:
-    """Hear neither signal any more: for a process of its own that is leaving."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 @contextmanager
 def listening() -> Iterator[Stop]:
     """Note SIGINT and SIGTERM instead of being ended by them; what was done about them before is put back at the end.
