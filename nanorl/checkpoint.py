@@ -69,7 +69,7 @@ def prune(folder: str | Path, keep_last: int) -> None:
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
     for path in list_checkpoints(folder)[:-keep_last]:
-        storage.remove(path)
+        path.unlink(missing_ok=True)
     storage.sweep(Path(folder), "step_*", ".pt")
 
 
@@ -139,7 +139,7 @@ def save(folder: str | Path, state: State, keep_last: int = 2) -> Path:
     storage.write_with_manifest(path, lambda file: torch.save(state, file), about)
     for other in list_checkpoints(folder):
         if _step_of(other) > state["step"]:
-            storage.remove(other)
+            other.unlink(missing_ok=True)
     prune(folder, keep_last)
     return path
 

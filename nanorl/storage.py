@@ -129,14 +129,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remove(path: Path) -> None:
-    """Delete a file and its manifest, the file first."""
-    path.unlink(missing_ok=True)
-    manifest_of(path).unlink(missing_ok=True)
-
-
 def sweep(folder: Path, names: str, suffix: str) -> None:
-    """Delete what a kill left of files called `names` (a pattern): temporary files, and manifests that stand alone."""
+    """Delete what files called `names` (a pattern) leave: temporary files of a kill, and manifests that stand alone."""
     alone = [path for path in folder.glob(f"{names}.json") if not path.with_suffix(suffix).exists()]
     for path in [*folder.glob(f".{names}.tmp"), *alone]:
         path.unlink(missing_ok=True)

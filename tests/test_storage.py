@@ -166,6 +166,19 @@ def test_a_manifest_does_not_vouch_for_a_damaged_file_that_is_replaced(tmp_path)
     assert "replaces" not in storage.read_manifest(path) and checkpoint.load(path)["step"] == 5
 
 
+def test_all_bytes_are_flushed_to_the_disk_before_the_name_is_there(tmp_path, monkeypatch):
+    path, flushed, fsync = checkpoint.checkpoint_path(tmp_path, 4), [], os.fsync
+
+    def noted(handle):
+        flushed.append((os.fstat(handle).st_size, path.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    checkpoint.save(tmp_path, small_state(4))
+    assert (path.stat().st_size, False) in flushed
+    assert (storage.manifest_of(path).stat().st_size, False) in flushed
+
+
 SAVE_FOR_EVER = """
 import sys, torch
 from nanorl import checkpoint
@@ -245,10 +258,10 @@ def test_the_lock_is_let_go_from_any_thread_and_where_it_cannot_be_signed(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="could not write .*: No space left on device; free space"):
+        with pytest.raises(OSError, match="could not write .*: No space left on device; free space") as _error:
             with storage.lock(tmp_path):
                 pass
-    assert taken_elsewhere(tmp_path)
+        assert taken_elsewhere(tmp_path)  # while the error, which knows the lock, is still at hand
 
 
 def taken_elsewhere(folder) -> bool:
