@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import stress
+import torch
+from test_distributed import run_two
 from tiny_run import left_behind, new_home, same
 
-from nanorl import checkpoint, paths, stopping
+from nanorl import checkpoint, distributed, paths, stopping
 
 HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": str(HERE.parent)}
@@ -69,6 +71,49 @@ def test_another_thread_changes_nothing():
     thread.start()
     thread.join()
     assert found == [(before, False)]
+
+
+def test_a_signal_while_the_ranks_confer_is_not_forgotten(monkeypatch):
+    def asked_meanwhile(items):
+        found = list(items)
+        if not found[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(distributed, "gather_objects", asked_meanwhile)
+    with stopping.listening() as stop:
+        assert not stop.due()  # the answer that every rank has, given before the signal
+        assert stop.due()
+        with pytest.raises(stopping.Stopped) as left:
+            stop.leave("saved")
+    assert left.value.status == 143
+
+
+def rank_1_is_asked(both: bool) -> tuple:
+    """In step 3 rank 1 is sent SIGTERM, and rank 0 SIGINT, or SIGTERM once it is leaving. How this rank left."""
+    distributed.setup(torch.device("cpu"))
+    rank = distributed.rank()
+    try:
+        with stopping.listening() as stop:
+            for step in range(1, 6):
+                if step == 3 and (rank == 1 or both):
+                    os.kill(os.getpid(), signal.SIGTERM if rank == 1 else signal.SIGINT)
+                if stop.due():
+                    if rank == 0 and not both:
+                        os.kill(os.getpid(), signal.SIGTERM)  # a launcher tells one after the other
+                    distributed.barrier()
+                    stop.leave(f"saved step {step}")
+    except stopping.Stopped as stopped:
+        return str(stopped), stopped.status
+    finally:
+        distributed.close()
+    return "never asked", 0
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_two_ranks_leave_together(both):
+    assert run_two(rank_1_is_asked, both) == [("saved step 3", 143)] * 2
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
