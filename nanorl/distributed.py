@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -118,6 +118,13 @@ def sum_over_ranks(x: Number) -> Number:
     total = x.detach().to(_transport(), copy=True).contiguous()
     dist.all_reduce(total)
     return total.to(x.device)
+
+
+def sum_named(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The sums of every rank's numbers by name, on every rank, in one exchange. A rank may lack some names."""
+    parts = gather_objects([dict(numbers)])
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def _transport() -> torch.device:

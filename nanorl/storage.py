@@ -99,8 +99,7 @@ def write_with_manifest(path: Path, write: Callable[[IO[bytes]], Any], about: di
         write(hashing)
         entry = about | {"bytes": hashing.size, "sha256": hashing.hash.hexdigest()}
         with contextlib.suppress(OSError, ValueError):
-            check(path)
-            entry["replaces"] = _sha256(path)
+            entry["replaces"] = _checked(path, read_manifest(path))
         with whole_file(manifest) as beside:
             beside.write(json.dumps(entry, indent=2).encode())
 
@@ -117,11 +116,16 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 def check(path: Path) -> None:
     """ValueError where a file is not what its manifest says. A file without a manifest, copied by hand, passes."""
     manifest = read_manifest(path)
-    if manifest is None:
-        return
+    if manifest is not None:
+        _checked(path, manifest)
+
+
+def _checked(path: Path, manifest: dict[str, Any] | None) -> str:
+    """The SHA-256 of a file; ValueError where a manifest says another."""
     found = _sha256(path)
-    if found not in (manifest["sha256"], manifest.get("replaces")):
+    if manifest is not None and found not in (manifest["sha256"], manifest.get("replaces")):
         raise ValueError(f"its SHA-256 is {found[:8]}, its manifest says {manifest['sha256'][:8]}")
+    return found
 
 
 def _sha256(path: Path) -> str:

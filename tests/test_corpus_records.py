@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from test_corpus import one_line
 
 from nanorl.data.corpus import read_records
 
@@ -18,13 +19,6 @@ def write(path: Path, data: bytes) -> Path:
     """The data, compressed as the name says."""
     path.write_bytes({".zst": zstandard.compress, ".gz": gzip.compress}.get(path.suffix, bytes)(data))
     return path
-
-
-def one_line(error: pytest.ExceptionInfo, *parts: str) -> None:
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
 
 
 @each_kind

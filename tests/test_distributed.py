@@ -37,6 +37,7 @@ def test_two_processes_exchange(two):
         assert report["int"] == 2**54 + 1
         assert report["float"] == pytest.approx(1.2, abs=1e-12)
         assert report["mean"] == 1.5
+        assert report["named"] == {"both": 2.0, "one": 3.0}  # one of them rank 1's alone
         assert report["tensor"] == [[3.0, 9.0], [6.0, 12.0]] and report["detached"]
         assert report["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 1}]
         assert report["broadcast"] == "from 0"

@@ -239,7 +239,8 @@ def test_hub(monkeypatch, tmp_path: Path) -> None:
              "rejected": [USER, said("assistant", "no")], "messages": []}
     wanted = []
 
-    def load_dataset(name: str, split: str) -> list[dict]:
+    def load_dataset(name: str, config: None, split: str) -> list[dict]:
+        assert config is None
         wanted.append((name, split))
         return [{"chosen": HH.format("yes"), "rejected": HH.format("no")} if "hh" in name else whole]
 
@@ -254,18 +255,18 @@ def test_hub(monkeypatch, tmp_path: Path) -> None:
 def test_hub_errors(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def offline(name: str, split: str) -> list[dict]:
+    def offline(name: str, config: None, split: str) -> list[dict]:
         raise ConnectionError("cannot reach the hub\nand a long story")
 
     fake_hub(monkeypatch, offline)
     with pytest.raises(ValueError) as error:
         load_pairs("Anthropic/hh-rlhf", "heldout")
     one_line(error, "Anthropic/hh-rlhf", "test split", "ConnectionError: cannot reach the hub", "or give a file")
-    fake_hub(monkeypatch, lambda name, split: [*[STANDARD] * 2, {"text": "no pair"}])
+    fake_hub(monkeypatch, lambda name, config, split: [*[STANDARD] * 2, {"text": "no pair"}])
     with pytest.raises(ValueError) as error:
         load_pairs("someone/else")
     one_line(error, "someone/else train[2]: no text or messages under 'chosen'")
-    fake_hub(monkeypatch, lambda name, split: [])
+    fake_hub(monkeypatch, lambda name, config, split: [])
     with pytest.raises(ValueError) as error:
         load_pairs("someone/else")
     one_line(error, "someone/else has no train pairs")

@@ -15,7 +15,7 @@ from nanorl.config import StageConfig
 from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
 from nanorl.rollout import Rollout, assemble, recompute_logprobs
-from nanorl.train import grpo, ppo, preference, pretrain, reward, sft, supervised
+from nanorl.train import grpo, ppo, preference, pretrain, progress, reward, sft
 
 
 def group_report(folder: str) -> dict:
@@ -40,6 +40,7 @@ def exchanged() -> dict:
         "mean": distributed.mean_over_ranks(1 + rank),
         "tensor": total.tolist(),
         "detached": not total.requires_grad and mine.tolist() == before,
+        "named": distributed.sum_named({"both": 0.5 + rank} | ({"one": 3.0} if rank else {})),
         "gathered": distributed.gather_objects([{"rank": rank}] * (rank + 1)),
         "broadcast": distributed.broadcast_object(f"from {rank}"),
         "shard": distributed.shard(list(range(5))),
@@ -95,8 +96,7 @@ def course(cfg: CourseConfig) -> Iterator[dict]:
                reward.RewardConfig(**common, **pairs), preference.DPOConfig(**common, **pairs),
                preference.ORPOConfig(**common, **pairs), preference.KTOConfig(**common, **pairs),
                ppo.PPOConfig(**common, **critic), grpo.GRPOConfig(**common, **reinforced))
-    with (patch.object(supervised, "save", compared(supervised.save)), patch.object(grpo, "save", compared(grpo.save)),
-          patch.object(ppo, "save", compared(ppo.save)), patch.object(grpo, "sample", fixed_sample),
+    with (patch.object(progress, "save", compared(progress.save)), patch.object(grpo, "sample", fixed_sample),
           patch.object(ppo, "sample", fixed_sample_for_ppo)):
         for stage in configs:
             for record in launch.STAGES[stage.stage][0](stage):

@@ -197,7 +197,6 @@ class RowBatches(EpochBatches):
         world: int = 1,
         tokenizer: Tokenizer | None = None,
     ):
-        check_shards(batch_size, world)
         self.reader = H5Reader(path, "rows", tokenizer)
         self.rows, self.row_length = self.reader.file["tokens"].shape
         super().__init__(self.rows, batch_size, seed, epochs, position, rank, world, str(path))

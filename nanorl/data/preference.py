@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from nanorl import chat
 from nanorl.data import tinyworld
 from nanorl.data.corpus import read_records
 from nanorl.data.instruct import EpochBatches
-from nanorl.data.prompts import HUB_NAME
+from nanorl.data.prompts import HUB_NAME, hub_rows
 
 if TYPE_CHECKING:
     from nanorl.tokenizer import Tokenizer
@@ -106,15 +106,8 @@ def _from_file(path: Path) -> list[dict]:
 
 
 def _from_hub(name: str, split: str) -> list[dict]:
-    import datasets  # slow to import, and needed by nothing else
-
     part = HUB_SPLITS.get(name, FILES)[split]
-    try:
-        rows = datasets.load_dataset(name, split=part)
-    except Exception as error:  # the hub's client raises many kinds: offline, no such name, no such split
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{name} is not here, and the hub gave no {part} split of it ({reason}); check name and "
-                         "network, or give a file") from error
+    rows = hub_rows(name, None, part, "not", "a file")
     return [as_pair(row, f"{name} {part}[{i}]") for i, row in enumerate(rows)]
 
 
@@ -252,19 +245,22 @@ def unpaired(encoded: Sequence[Encoded], longest: int) -> tuple[list[Encoded], T
 class PairBatches(EpochBatches):
     """Iterator of batches of encoded pairs, or of KTO's rows, in the order and with the rules of `EpochBatches`.
 
-    Yields `collate` of this rank's rows, and "index" (B_local,), their places in `encoded`.
+    Yields `collate` of this rank's rows, and "index" (B_local,), their places in `encoded`. What is `known` of every
+    row, tensors (N, ...) by name, comes along, (B_local, ...) each.
     """
 
     def __init__(
         self, encoded: Sequence[Encoded], batch_size: int, seed: int, pad: int, epochs: int | None = None,
-        rank: int = 0, world: int = 1,
+        rank: int = 0, world: int = 1, known: Mapping[str, Tensor] | None = None,
     ):
         super().__init__(len(encoded), batch_size, seed, epochs, 0, rank, world, "the pairs")
-        self.encoded, self.pad = encoded, pad
+        self.encoded, self.pad, self.known = encoded, pad, known or {}
 
     def __next__(self) -> dict:
         mine, _ = self.next_indices()
-        return {**collate([self.encoded[i] for i in mine], self.pad), "index": torch.from_numpy(mine)}
+        index = torch.from_numpy(mine)
+        return {**collate([self.encoded[i] for i in mine], self.pad), "index": index,
+                **{name: x[index] for name, x in self.known.items()}}
 
 
 def collate(encoded: Sequence[Encoded], pad: int) -> dict:

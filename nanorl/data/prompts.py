@@ -86,17 +86,21 @@ def _from_file(path: Path) -> list[dict]:
     return problems
 
 
-def _from_hub(name: str, split: str) -> list[dict]:
+def hub_rows(name: str, subset: str | None, split: str, what: str, instead: str) -> Iterable[dict]:
+    """The rows of a split of a data set on the hub; ValueError where there are none to be had. `what` the name is not
+    here, and what could be given `instead`, are for that error."""
     import datasets  # slow to import, and needed by nothing else
 
     try:
-        rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=HUB_SPLITS[split])
+        return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the hub's client raises many kinds: offline, no such name, no such split
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"{name} is no folder here, and the hub gave no {HUB_SPLITS[split]} split of it "
-            f"({reason}); check name and network, or give a folder of jsonl files"
-        ) from error
+        raise ValueError(f"{name} is {what} here, and the hub gave no {split} split of it ({reason}); check name and "
+                         f"network, or give {instead}") from error
+
+
+def _from_hub(name: str, split: str) -> list[dict]:
+    rows = hub_rows(name, HUB_CONFIGS.get(name), HUB_SPLITS[split], "no folder", "a folder of jsonl files")
     problems = [_checked(row, f"{name} {HUB_SPLITS[split]}[{i}]") for i, row in enumerate(rows)]
     if not problems:
         raise ValueError(f"{name} has an empty {HUB_SPLITS[split]} split; choose another data set")

@@ -35,7 +35,7 @@ from nanorl.optim import Optimizers, clip_and_step
 from nanorl.rewards.verifiers import gsm8k_reward
 from nanorl.rollout import Rollout, group_rows, merge, recompute_logprobs
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import guard, restore, save, session, training_forward
+from nanorl.train.progress import guard, restore, session, training_forward
 from nanorl.train.rl import (
     Clock,
     RLConfig,
@@ -98,7 +98,8 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
     optimizers = cfg.build_optimizers(policy)
     progress = restore(cfg, policy, tokenizer, optimizers, stream)
     forward = training_forward(cfg, policy, device)
-    with session(cfg, progress) as (metrics, stop):
+    came_from = f"sft step {parent['step']}"
+    with session(cfg, policy, tokenizer, optimizers, stream, progress, came_from) as run:
         while progress.step < cfg.steps:
             clock = Clock()
             # 1. sample groups of responses; 2. score them
@@ -123,14 +124,7 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
             if cfg.look_due(progress.step):
                 record |= look(cfg, policy, tokenizer, dev)
             guard(cfg, record, stream)
-            leaving = stop.due()
-            metrics.log(record)
-            metrics.keep_samples(for_reading(rollout, progress.step, cfg.keep_samples))
-            if cfg.save_due(progress.step) or leaving:
-                save(cfg, policy, tokenizer, optimizers, stream, progress, record, f"sft step {parent['step']}")
-            yield record
-            if leaving:
-                stop.leave(cfg.how_to_resume(progress.step))
+            yield from run.close_step(record, for_reading(rollout, progress.step, cfg.keep_samples))
 
 
 def sample(
@@ -200,7 +194,7 @@ def update(
         kl = seen.get("kl", torch.zeros_like(drift))
         sums.update(token_sums({"entropy": entropy, "clipped": seen["clipped"], "drift": drift, "kl": kl}, mask))
     grad_norm = clip_and_step(policy, optimizers, cfg.max_grad_norm)
-    sums = {name: distributed.sum_over_ranks(value) for name, value in sums.items()}
+    sums = distributed.sum_named(sums)
     return sums | {"loss": float(distributed.sum_over_ranks(loss)), "grad_norm": grad_norm}
 
 

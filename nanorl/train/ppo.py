@@ -35,7 +35,7 @@ from nanorl.optim import Optimizers, clip_and_step
 from nanorl.rewards.verifiers import gsm8k_reward
 from nanorl.rollout import Rollout, group_rows, pack_groups, recompute_with_values
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import guard, restore, save, session, training_forward
+from nanorl.train.progress import guard, restore, session, training_forward
 from nanorl.train.rl import (
     Clock,
     RLConfig,
@@ -117,7 +117,8 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
     progress = restore(cfg, model, tokenizer, optimizers, stream)
     kl_coef = progress.history.setdefault("kl_coef", [cfg.kl_coef])
     forward = training_forward(cfg, model, device)
-    with session(cfg, progress) as (metrics, stop):
+    came_from = f"sft step {parent['step']}"
+    with session(cfg, model, tokenizer, optimizers, stream, progress, came_from) as run:
         while progress.step < cfg.steps:
             clock = Clock()
             # 1. sample responses; 2. score them
@@ -145,14 +146,7 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
             if cfg.look_due(progress.step):
                 record |= look(cfg, policy, tokenizer, dev)
             guard(cfg, record, stream)
-            leaving = stop.due()
-            metrics.log(record)
-            metrics.keep_samples(for_reading(rollout, progress.step, cfg.keep_samples))
-            if cfg.save_due(progress.step) or leaving:
-                save(cfg, model, tokenizer, optimizers, stream, progress, record, f"sft step {parent['step']}")
-            yield record
-            if leaving:
-                stop.leave(cfg.how_to_resume(progress.step))
+            yield from run.close_step(record, for_reading(rollout, progress.step, cfg.keep_samples))
 
 
 def sample(
@@ -246,7 +240,7 @@ def update(
             "entropy": entropy, "clip_fraction": seen["clipped"], "value_loss": value_loss, "moved": moved,
             "value_clip_fraction": value_seen["clipped"], "drift": (logprobs.detach() - micro.logprobs).abs(),
         }, mask))
-    sums = {name: distributed.sum_over_ranks(value) for name, value in sums.items()}
+    sums = distributed.sum_named(sums)
     stepped = not cfg.kl_limit or sums["moved"] <= cfg.kl_limit * sums["tokens"]
     grad_norm = clip_and_step(model, optimizers, cfg.max_grad_norm) if stepped else 0.0
     return sums | {"loss": float(distributed.sum_over_ranks(loss)), "grad_norm": grad_norm, "stepped": stepped}

@@ -13,6 +13,7 @@ model as the others do, so that the table compares like with like.
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -22,7 +23,6 @@ from tqdm import tqdm
 
 from nanorl import checkpoint, distributed, runtime
 from nanorl.data.preference import PairBatches, collate, encode_pairs, load_pairs, unpaired
-from nanorl.heads import frozen_copy
 from nanorl.objectives.logprobs import selected_logprobs
 from nanorl.objectives.masking import packed_targets
 from nanorl.objectives.preference import dpo_loss, kto_baseline, kto_loss, orpo_loss
@@ -78,19 +78,15 @@ def train(cfg: DPOConfig | ORPOConfig | KTOConfig) -> Iterator[dict]:
     device = distributed.setup(runtime.pick_device(cfg.device))
     runtime.seed_everything(cfg.seed)
     policy, tokenizer, parent = checkpoint.parent_of(cfg, "sft")
-    pairs = {split: pairs_of(cfg, tokenizer, split) for split in ("train", "heldout")}
-    rows, good = pairs, {}
-    if cfg.stage == "kto":
-        made = {split: unpaired(some, cfg.context_length) for split, some in pairs.items()}
-        rows, good = ({split: parts[i] for split, parts in made.items()} for i in (0, 1))
-    reference = None if cfg.stage == "orpo" else frozen_copy(policy).to(device)
-    known = dict.fromkeys(rows)
-    if reference is not None:
-        known = {split: reference_logprobs(cfg, reference, some, tokenizer.pad, split, device)
-                 for split, some in rows.items()}
-
-    def batches(split: str, epochs: int | None) -> Iterator[dict]:
-        return WithReference(pair_batches(cfg, rows[split], tokenizer.pad, epochs), known[split], good.get(split))
+    policy.to(device)
+    batches = {}
+    for split, epochs in (("train", None), ("heldout", 1)):
+        rows, known = pairs_of(cfg, tokenizer, split), {}
+        if cfg.stage == "kto":
+            rows, known["desirable"] = unpaired(rows, cfg.context_length)
+        if cfg.stage != "orpo":  # the policy is still what it starts from
+            known["reference"] = reference_logprobs(cfg, policy, rows, tokenizer.pad, split, device)
+        batches[split] = partial(pair_batches, cfg, rows, tokenizer.pad, epochs, known)
 
     def losses(model: nn.Module, batch: dict) -> tuple[Tensor, dict]:
         """Losses (B,) and figures of a micro-batch."""
@@ -105,8 +101,8 @@ def train(cfg: DPOConfig | ORPOConfig | KTOConfig) -> Iterator[dict]:
                         cfg.undesirable_weight)
 
     job = supervised.Job(
-        policy, tokenizer, batches("train", None),
-        dev_batches=lambda: itertools.islice(batches("heldout", 1), cfg.eval_batches),
+        policy, tokenizer, batches["train"](),
+        dev_batches=lambda: itertools.islice(batches["heldout"](), cfg.eval_batches),
         losses=losses, count=count, parent=f"sft step {parent['step']}", report=interval,
         ready=lambda batch: with_baseline(cfg, policy, batch, device) if cfg.stage == "kto" else batch,
     )
@@ -128,32 +124,12 @@ def pairs_of(cfg: PairConfig, tokenizer: Tokenizer, split: str) -> list[tuple]:
     return encoded
 
 
-def pair_batches(cfg: PairConfig, rows: list[tuple], pad: int, epochs: int | None) -> PairBatches:
-    """Batches of this rank's packed rows."""
-    return PairBatches(rows, cfg.batch_size, cfg.seed, pad, epochs, distributed.rank(), distributed.world_size())
-
-
-class WithReference:
-    """The batches of a PairBatches, with what is known of their rows beforehand: the reference's log-probs (B, 2), and
-    for KTO which replies are good (B,)."""
-
-    def __init__(self, batches: PairBatches, reference: Tensor | None, desirable: Tensor | None):
-        self.batches, self.known = batches, {"reference": reference, "desirable": desirable}
-
-    @property
-    def position(self) -> int:
-        return self.batches.position
-
-    @position.setter
-    def position(self, value: int) -> None:
-        self.batches.position = value
-
-    def __iter__(self) -> Iterator[dict]:
-        return self
-
-    def __next__(self) -> dict:
-        batch = next(self.batches)
-        return batch | {name: x[batch["index"]] for name, x in self.known.items() if x is not None}
+def pair_batches(
+    cfg: PairConfig, rows: list[tuple], pad: int, epochs: int | None, known: dict[str, Tensor] | None = None
+) -> PairBatches:
+    """Batches of this rank's packed rows, with what is known of them beforehand: for DPO and KTO the reference's
+    log-probs (B, 2), for KTO which replies are good (B,)."""
+    return PairBatches(rows, cfg.batch_size, cfg.seed, pad, epochs, distributed.rank(), distributed.world_size(), known)
 
 
 def pair_logprobs(model: nn.Module, lm_head: nn.Linear, tokens: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:

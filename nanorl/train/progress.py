@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -52,10 +52,6 @@ class OptimConfig(StageConfig):
         """Whether a checkpoint is due after `step` steps."""
         return step == self.steps or bool(self.save_every and step % self.save_every == 0)
 
-    def look_due(self, step: int) -> bool:
-        """Whether held-out data is to be looked at after `step` steps, in a config that says `eval_every`."""
-        return step in (1, self.steps) or step % self.eval_every == 0
-
     def how_to_resume(self, step: int) -> str:
         """What a run that was asked to stop says as it leaves."""
         return f"{self.stage} stopped after step {step} of {self.steps}, saved in {self.folder}; go on with --resume"
@@ -101,15 +97,44 @@ def restore(
     return Progress(**{name: state[name] for name in asdict(Progress()) if name in state})
 
 
+@dataclass
+class Run:
+    """A run while it lasts: what it is made of, its metrics, and its ear for SIGTERM and Ctrl-C."""
+
+    cfg: OptimConfig
+    model: nn.Module
+    tokenizer: Tokenizer
+    optimizers: Optimizers
+    source: Any  # where batches come from, with an integer `position`
+    progress: Progress
+    parent: str | None  # the checkpoint that the model came from
+    metrics: Metrics
+    stop: Stop
+
+    def close_step(self, record: dict, samples: Sequence[dict] = ()) -> Iterator[dict]:
+        """Log a step, save where that is due or the run has been asked to stop, yield the record, leave if asked."""
+        leaving = self.stop.due()
+        self.metrics.log(record)
+        self.metrics.keep_samples(samples)
+        if self.cfg.save_due(self.progress.step) or leaving:
+            save(self.cfg, self.model, self.tokenizer, self.optimizers, self.source, self.progress, record, self.parent)
+        yield record
+        if leaving:
+            self.stop.leave(self.cfg.how_to_resume(self.progress.step))
+
+
 @contextmanager
-def session(cfg: OptimConfig, progress: Progress) -> Iterator[tuple[Metrics, Stop]]:
-    """What a run holds while it lasts: its folder, against a second run; an ear for SIGTERM and Ctrl-C; its metrics.
+def session(
+    cfg: OptimConfig, model: nn.Module, tokenizer: Tokenizer, optimizers: Optimizers, source: Any, progress: Progress,
+    parent: str | None,
+) -> Iterator[Run]:
+    """Hold the run's folder against a second run, listen for signals, and keep metrics, as long as the run lasts.
 
     Raises ValueError where another run is using the folder.
     """
     with (storage.lock(cfg.folder) if distributed.is_main() else nullcontext(), listening() as stop,
           Metrics(cfg.folder, cfg.stage, cfg.steps, progress.step, cfg.tracker, cfg.model_dump()) as metrics):
-        yield metrics, stop
+        yield Run(cfg, model, tokenizer, optimizers, source, progress, parent, metrics, stop)
 
 
 def guard(cfg: OptimConfig, record: dict, source: Any) -> None:

@@ -45,6 +45,10 @@ class RLConfig(OptimConfig):
     monitor: int = Field(0, ge=0, description="steps of the window in which reward and truth are compared, with a "
                          "warning when they part; 0 does not compare")
 
+    def look_due(self, step: int) -> bool:
+        """Whether held-out problems are to be looked at after `step` steps."""
+        return step in (1, self.steps) or step % self.eval_every == 0
+
 
 def choose_problems(cfg: RLConfig, tokenizer: Tokenizer, context_length: int) -> tuple[list[dict], list[dict], int]:
     """Problems to train on and held-out ones to look at, both without prompts too long for the context, and how
@@ -88,7 +92,7 @@ def over_all_ranks(rollouts: list[Rollout], monitored: bool = False) -> dict:
             figures["hollow"] = sum(map(hollow, r.parts["correct"].tolist(), r.parts["format"].tolist()))
         for name, value in figures.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    sums = {name: distributed.sum_over_ranks(value) for name, value in sums.items()}
+    sums = distributed.sum_named(sums)
     n = sums.pop("n")
     return {name: value / n for name, value in sums.items()}
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanorl import distributed, runtime
 from nanorl.optim import clip_and_step
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import OptimConfig, guard, restore, save, session, training_forward
+from nanorl.train.progress import OptimConfig, guard, restore, session, training_forward
 
 
 class SupervisedConfig(OptimConfig):
@@ -62,7 +62,7 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
     optimizers = cfg.build_optimizers(model)
     progress = restore(cfg, model, job.tokenizer, optimizers, job.batches)
     forward = training_forward(cfg, model, device)
-    with session(cfg, progress) as (metrics, stop):
+    with session(cfg, model, job.tokenizer, optimizers, job.batches, progress, job.parent) as run:
         while progress.step < cfg.steps:
             started = time.perf_counter()
             # 1. this rank's rows
@@ -94,13 +94,7 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
             guard(cfg, record, job.batches)
             if progress.step % cfg.eval_every == 0 or progress.step == cfg.steps:
                 record |= held_out(cfg, job, device)
-            leaving = stop.due()
-            metrics.log(record)
-            if cfg.save_due(progress.step) or leaving:
-                save(cfg, model, job.tokenizer, optimizers, job.batches, progress, record, job.parent)
-            yield record
-            if leaving:
-                stop.leave(cfg.how_to_resume(progress.step))
+            yield from run.close_step(record)
 
 
 @torch.no_grad()
@@ -129,9 +123,8 @@ def add_sums(sums: dict[str, Tensor], figures: dict[str, Tensor]) -> None:
 
 def over_ranks(sums: dict[str, Tensor], count: int) -> dict[str, float]:
     """The sums of all ranks over a global count. A rank may have none, where a pass left nothing for it."""
-    parts = distributed.gather_objects([{name: float(total) for name, total in sums.items()}])
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) / max(count, 1) for name in names}
+    totals = distributed.sum_named({name: float(total) for name, total in sums.items()})
+    return {name: total / max(count, 1) for name, total in totals.items()}
 
 
 def read(batch: dict) -> int:
