@@ -21,6 +21,7 @@ from nanorl.rewards.parsing import final_answer, well_formed
 from nanorl.rewards.verifiers import correct
 from nanorl.rollout import problem_prompt
 from nanorl.statistics import pass_at_k, wilson
+from nanorl.stopping import together
 from nanorl.tokenizer import Tokenizer
 
 Form = Literal["chat", "think", "document"]
@@ -75,11 +76,12 @@ def answer(
     size = max(1, BATCH // group)
     batches = [fits[start : start + size] for start in range(0, len(fits), size)]
     mine = []
-    for number, batch in distributed.shard(list(enumerate(batches))):
-        with runtime.autocast(model.device, precision):
-            done = generate(model, [prompts[i] for i in batch], sampling, stop, tokenizer.pad, group,
-                            runtime.generator(seed, number))
-        mine += zip(batch, _judged(done, tokenizer, [problems[i] for i in batch], group, form), strict=True)
+    with together():
+        for number, batch in distributed.shard(list(enumerate(batches))):
+            with runtime.autocast(model.device, precision):
+                done = generate(model, [prompts[i] for i in batch], sampling, stop, tokenizer.pad, group,
+                                runtime.generator(seed, number))
+            mine += zip(batch, _judged(done, tokenizer, [problems[i] for i in batch], group, form), strict=True)
     nothing = [("", False, False, 0)] * group
     found = dict(distributed.gather_objects(mine))
     rows = [found.get(i, nothing) for i in range(len(problems))]

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanorl import runtime
 from nanorl.model import KVCache, Transformer
+from nanorl.stopping import check
 
 LEAVE_AT = 0.9  # rows leave in batches: once fewer than this share of the rows at hand is still writing
 
@@ -88,48 +90,48 @@ def generate(
     before top-k and top-p cut it. `on_token` is called with each token of the first row as it comes.
     Stops at `max_new_tokens`, or where a row fills the context.
 
-    Raises ValueError for a prompt that is empty or leaves no room in the context.
+    Raises ValueError for a prompt that is empty or leaves no room in the context; `GivenUp` where a run that listens
+    for it (see `stopping`) has been asked to stop.
     """
     check_prompts(prompts, model.cfg.context_length)
-    device, was_training = model.device, model.training
-    model.eval()
+    device = model.device
     tokens, mask = left_pad(prompts, pad, device)
     B = len(prompts) * group
-    room = model.cfg.context_length - mask.sum(dim=1)  # (P,)
-    limits = room.clamp(max=sampling.max_new_tokens).repeat_interleave(group)  # (B,)
+    limits = (model.cfg.context_length - mask.sum(dim=1)).clamp(max=sampling.max_new_tokens).repeat_interleave(group)
     R = int(limits.max())
     uniforms = torch.rand(B, R, generator=generator).to(device)
     out = Completions.blank(tokens, mask, B, R, pad)
-    # 1. prefill: each prompt once, then its cache and its last logits are handed to the whole group
-    cache = KVCache()
-    hidden = model(tokens, mask=mask, cache=cache, return_hidden=True)[:, -1]  # (P, C)
-    logits = model.lm_head(hidden).repeat_interleave(group, dim=0)  # (B, V)
-    cache = cache.repeat(group, room=R)
-    rows = torch.arange(B, device=device)  # which row of the output each row at hand writes
-    writing = torch.ones_like(rows, dtype=torch.bool)
-    for t in range(R):
-        # 2. choose a token for each row
-        chosen, logprob = choose(logits, uniforms[rows, t], sampling)
-        chosen, logprob = chosen.masked_fill(~writing, pad), logprob.masked_fill(~writing, 0.0)
-        out.responses[rows, t], out.logprobs[rows, t] = chosen, logprob
-        out.lengths[rows] += writing
-        if on_token is not None and t < int(out.lengths[0]):
-            on_token(int(out.responses[0, t]))
-        # 3. a row stops after the end token or at its limit
-        ended = writing & (chosen == stop)
-        out.ended[rows] |= ended
-        writing = writing & ~ended & (limits[rows] > t + 1)
-        n = int(writing.sum())
-        if n == 0:
-            break
-        # 4. finished rows leave, then everyone else reads the token it wrote; one that is done but still here reads
-        # padding, so that it never grows beyond the context
-        if n < LEAVE_AT * len(rows):
-            keep = writing.nonzero().squeeze(1)
-            rows, chosen, writing = rows[keep], chosen[keep], writing[keep]
-            cache.select(keep)
-        logits = model(chosen.unsqueeze(1), mask=writing.unsqueeze(1), cache=cache)[:, -1]
-    model.train(was_training)
+    with runtime.evaluating(model):
+        # 1. prefill: each prompt once, then its cache and its last logits are handed to the whole group
+        cache = KVCache()
+        hidden = model(tokens, mask=mask, cache=cache, return_hidden=True)[:, -1]  # (P, C)
+        logits = model.lm_head(hidden).repeat_interleave(group, dim=0)  # (B, V)
+        cache = cache.repeat(group, room=R)
+        rows = torch.arange(B, device=device)  # which row of the output each row at hand writes
+        writing = torch.ones_like(rows, dtype=torch.bool)
+        for t in range(R):
+            check()
+            # 2. choose a token for each row
+            chosen, logprob = choose(logits, uniforms[rows, t], sampling)
+            chosen, logprob = chosen.masked_fill(~writing, pad), logprob.masked_fill(~writing, 0.0)
+            out.responses[rows, t], out.logprobs[rows, t] = chosen, logprob
+            out.lengths[rows] += writing
+            if on_token is not None and t < int(out.lengths[0]):
+                on_token(int(out.responses[0, t]))
+            # 3. a row stops after the end token or at its limit
+            ended = writing & (chosen == stop)
+            out.ended[rows] |= ended
+            writing = writing & ~ended & (limits[rows] > t + 1)
+            n = int(writing.sum())
+            if n == 0:
+                break
+            # 4. finished rows leave, then everyone else reads the token it wrote; one that is done but still here reads
+            # padding, so that it never grows beyond the context
+            if n < LEAVE_AT * len(rows):
+                keep = writing.nonzero().squeeze(1)
+                rows, chosen, writing = rows[keep], chosen[keep], writing[keep]
+                cache.select(keep)
+            logits = model(chosen.unsqueeze(1), mask=writing.unsqueeze(1), cache=cache)[:, -1]
     return out.trim()
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pkgutil
+import sys
 import tempfile
 import threading
 import time
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing import active_children
 
-from nanorl import checkpoint, config, distributed, evaluate, metrics, paths
+from nanorl import checkpoint, config, distributed, evaluate, metrics, paths, stopping
 from nanorl.config import StageConfig
 from nanorl.data.prepare import PrepareConfig, prepare
 from nanorl.train import grpo, ppo, preference, pretrain, reward, sft
@@ -43,6 +44,7 @@ NEEDS = {  # what each stage starts from
     "reward": "sft", "dpo": "sft", "orpo": "sft", "kto": "sft", "ppo": "sft", "grpo": "sft",
 }
 POLL = 0.1  # seconds between looks at what the processes have written
+RECORDS, STOPPED, NOTICE = "records.jsonl", "stopped.json", "notice.json"  # how they and the launcher speak
 FIXED_BY_TRAINING = ("vocab_size", "context_length", "max_number", "max_steps", "seed")
 
 Train = Callable[[Any], Iterable[dict]]
@@ -58,8 +60,9 @@ def launch(train: Train, cfg: StageConfig, nproc: int = 1) -> Iterator[dict]:
     """Yield the records of `train(cfg)`, run on `nproc` processes of this machine.
 
     One process is this one. With more, each imports `train` by its name, so it must live in a module and not in a
-    notebook; records come from rank 0. Closing the generator early, or Ctrl-C, ends the processes. A process that
-    `torchrun` started runs `train` itself, as one of torchrun's. Raises what `train` raises, or, with several
+    notebook; records come from rank 0. SIGTERM and Ctrl-C are passed on to them: they save, leave, and this raises
+    their `Stopped`. Closing the generator early asks the same of them, a second Ctrl-C ends them at once. A process
+    that `torchrun` started runs `train` itself, as one of torchrun's. Raises what `train` raises, or, with several
     processes, one WorkerError for the first of them that failed.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,17 +74,25 @@ def launch(train: Train, cfg: StageConfig, nproc: int = 1) -> Iterator[dict]:
         yield from train(cfg)
         return
     names = (_name_of(train), _name_of(type(cfg)), cfg.model_dump())
-    with tempfile.TemporaryDirectory(prefix="nanorl-") as folder, _quiet_launcher():
-        (Path(folder) / "records.jsonl").touch()
+    with tempfile.TemporaryDirectory(prefix="nanorl-") as name, _quiet_launcher(), stopping.listening() as stop:
+        folder = Path(name)
+        (folder / RECORDS).touch()
         others, failures = set(active_children()), []
-        agent = threading.Thread(target=_run_agent, args=(nproc, folder, names, failures), daemon=True)
+        agent = threading.Thread(target=_run_agent, args=(nproc, name, names, failures), daemon=True)
         agent.start()
         try:
-            yield from _follow(Path(folder) / "records.jsonl", agent)
+            yield from _follow(folder, agent, stop)
+        except KeyboardInterrupt:
+            _end(agent, others, at_once=True)
+            raise
         finally:
-            _stop(agent, others)
+            _end(agent, others)
+        if (folder / STOPPED).is_file():  # also where a process was asked, and not this one
+            raise stopping.Stopped(*json.loads((folder / STOPPED).read_text(encoding="utf-8")))
+        if failures and stop.asked:
+            stop.leave(f"{cfg.stage} stopped before its first step, there is nothing to save; start it again")
         if failures:
-            raise _worker_error(Path(folder), nproc, failures[0])
+            raise _worker_error(folder, nproc, failures[0])
 
 
 def _name_of(thing: Callable) -> str:
@@ -106,34 +117,54 @@ def _run_agent(nproc: int, folder: str, names: tuple, failures: list[Exception])
 
 
 def _worker(folder: str, train_name: str, config_name: str, values: dict) -> None:
-    """What each process runs. Rank 0 appends its records to a file; a failure is written down before it spreads."""
+    """What each process runs. Rank 0 appends its records to a file, and writes down what it says as it leaves; a
+    failure is written down before it spreads. At the end torch waits for its launcher to see a process out, for ever
+    if a signal ended it there: so signals are ignored by then."""
     rank = int(os.environ["RANK"])
+    stopping.heed(Path(folder) / NOTICE)
     try:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
         train, config_class = pkgutil.resolve_name(train_name), pkgutil.resolve_name(config_name)
-        with open(Path(folder) / "records.jsonl", "a", encoding="utf-8") as file:
+        with open(Path(folder) / RECORDS, "a", encoding="utf-8") as file:
             for record in train(config_class(**values)):
                 if rank == 0:
                     file.write(json.dumps(metrics.plain(record)) + "\n")
                     file.flush()
+        stopping.ignore()
         distributed.close()
+    except stopping.Stopped as stopped:
+        stopping.ignore()
+        if rank == 0:
+            _write(Path(folder) / STOPPED, [str(stopped), stopped.status])
+        distributed.close()
+    except KeyboardInterrupt:
+        sys.exit(130)  # torch would take it for a success
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(traceback.format_exception_only(error)[-1].split())
         failure = {"time": time.time(), "traceback": traceback.format_exc(),
                    "what": f"process {rank} failed in {Path(last.filename).name}:{last.lineno} ({last.name}): {reason}"}
-        draft = Path(folder) / f"failure-{rank}.tmp"
-        draft.write_text(json.dumps(failure), encoding="utf-8")
-        draft.rename(draft.with_suffix(".json"))
+        _write(Path(folder) / f"failure-{rank}.json", failure)
         raise
 
 
-def _follow(path: Path, agent: threading.Thread) -> Iterator[dict]:
-    """The records of a growing file as they come, until `agent` has ended and everything is read."""
-    with open(path, encoding="utf-8") as file:
-        line = ""
+def _write(path: Path, what: Any) -> None:
+    """A JSON file, whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(what), encoding="utf-8")
+    draft.replace(path)
+
+
+def _follow(folder: Path, agent: threading.Thread, stop: stopping.Stop) -> Iterator[dict]:
+    """The records of a growing file as they come, until `agent` has ended and everything is read. A wish to stop is
+    passed on to the processes."""
+    with open(folder / RECORDS, encoding="utf-8") as file:
+        line, told = "", False
         while True:
+            if stop.asked and not told:
+                _write(folder / NOTICE, int(stop.asked))
+                told = True
             running = agent.is_alive()  # asked before reading, so that the last lines are not missed
             line += file.readline()
             if line.endswith("\n"):
@@ -145,12 +176,13 @@ def _follow(path: Path, agent: threading.Thread) -> Iterator[dict]:
                 agent.join(POLL)
 
 
-def _stop(agent: threading.Thread, others: set) -> None:
-    """Ask the processes that are still there, which are not `others`, to leave, and wait until they have."""
+def _end(agent: threading.Thread, others: set, at_once: bool = False) -> None:
+    """Ask the processes that are still there, which are not `others`, to leave, or end them, and wait until they have
+    ended."""
     told = set(others)
     while agent.is_alive():
         for process in set(active_children()) - told:
-            process.terminate()
+            process.kill() if at_once else process.terminate()
             told.add(process)
         agent.join(POLL)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
+from torch import nn
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -70,6 +72,17 @@ def autocast(device: torch.device, precision: str = "auto") -> AbstractContextMa
     if resolve_precision(device, precision) == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model` in eval mode; in the end it is in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def mix_seed(*numbers: int) -> int:

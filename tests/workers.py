@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -15,7 +15,8 @@ from nanorl.config import StageConfig
 from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
 from nanorl.rollout import Rollout, assemble, recompute_logprobs
-from nanorl.train import grpo, ppo, preference, pretrain, progress, reward, sft
+from nanorl.train import grpo, ppo, preference, pretrain, reward, sft
+from nanorl.train.progress import Run
 
 
 def group_report(folder: str) -> dict:
@@ -96,20 +97,20 @@ def course(cfg: CourseConfig) -> Iterator[dict]:
                reward.RewardConfig(**common, **pairs), preference.DPOConfig(**common, **pairs),
                preference.ORPOConfig(**common, **pairs), preference.KTOConfig(**common, **pairs),
                ppo.PPOConfig(**common, **critic), grpo.GRPOConfig(**common, **reinforced))
-    with (patch.object(progress, "save", compared(progress.save)), patch.object(grpo, "sample", fixed_sample),
+    with (patch.object(Run, "close_step", with_weights(Run.close_step)), patch.object(grpo, "sample", fixed_sample),
           patch.object(ppo, "sample", fixed_sample_for_ppo)):
         for stage in configs:
             for record in launch.STAGES[stage.stage][0](stage):
                 yield {"stage": stage.stage, **record}
 
 
-def compared(save: Callable) -> Callable:
-    """`save`, which then notes each rank's weights in the record."""
-    def save_and_compare(cfg, model, tokenizer, optimizers, source, progress, record, parent):
-        save(cfg, model, tokenizer, optimizers, source, progress, record, parent)
-        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-        record["weights"] = distributed.gather_objects([hashlib.sha256(weights).hexdigest()])
-    return save_and_compare
+def with_weights(close_step: Callable) -> Callable:
+    """`Run.close_step`, whose record says what each rank's weights are."""
+    def close(run: Run, record: dict, samples: Sequence[dict] = ()) -> Iterator[dict]:
+        for closed in close_step(run, record, samples):
+            weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
+            yield closed | {"weights": distributed.gather_objects([hashlib.sha256(weights).hexdigest()])}
+    return close
 
 
 def fixed_sample(cfg, policy, tokenizer, stream, step, clock) -> tuple[Rollout, dict]:

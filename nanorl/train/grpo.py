@@ -99,7 +99,9 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
     progress = restore(cfg, policy, tokenizer, optimizers, stream)
     forward = training_forward(cfg, policy, device)
     came_from = f"sft step {parent['step']}"
-    with session(cfg, policy, tokenizer, optimizers, stream, progress, came_from) as run:
+    with session(cfg, policy, tokenizer, optimizers, stream, progress, came_from,
+                 partial(look, cfg, policy, tokenizer, dev)) as run:
+        yield from run.close_open_step()
         while progress.step < cfg.steps:
             clock = Clock()
             # 1. sample groups of responses; 2. score them
@@ -121,8 +123,6 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
             record = {"step": progress.step, **sampled, **summary(updates), "lr": lr, "tokens": progress.tokens,
                       "skipped": optimizers.skipped, "prompts_too_long": too_long, **clock.figures(tokens)}
             record |= watch(cfg, progress.history, record)
-            if cfg.look_due(progress.step):
-                record |= look(cfg, policy, tokenizer, dev)
             guard(cfg, record, stream)
             yield from run.close_step(record, for_reading(rollout, progress.step, cfg.keep_samples))
 

@@ -118,7 +118,9 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
     kl_coef = progress.history.setdefault("kl_coef", [cfg.kl_coef])
     forward = training_forward(cfg, model, device)
     came_from = f"sft step {parent['step']}"
-    with session(cfg, model, tokenizer, optimizers, stream, progress, came_from) as run:
+    with session(cfg, model, tokenizer, optimizers, stream, progress, came_from,
+                 partial(look, cfg, policy, tokenizer, dev)) as run:
+        yield from run.close_open_step()
         while progress.step < cfg.steps:
             clock = Clock()
             # 1. sample responses; 2. score them
@@ -143,8 +145,6 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
                       **clock.figures(tokens)}
             kl_coef[0] = adapted(cfg, kl_coef[0], expected["kl"])
             record |= watch(cfg, progress.history, record)
-            if cfg.look_due(progress.step):
-                record |= look(cfg, policy, tokenizer, dev)
             guard(cfg, record, stream)
             yield from run.close_step(record, for_reading(rollout, progress.step, cfg.keep_samples))
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from nanorl import checkpoint, distributed, runtime, storage
 from nanorl.config import StageConfig
 from nanorl.metrics import Metrics
 from nanorl.optim import Optimizers, build_optimizers, schedule
-from nanorl.stopping import Stop, listening
+from nanorl.stopping import GivenUp, Stop, listening
 from nanorl.tokenizer import Tokenizer
 
 
@@ -28,6 +28,7 @@ class OptimConfig(StageConfig):
     lr: float = Field(3e-3, gt=0, le=1, description="peak learning rate of adamw")
     muon_lr: float = Field(0.02, gt=0, le=1, description="peak learning rate of muon")
     weight_decay: float = Field(0.0, ge=0, le=1, description="decoupled weight decay, matrices only")
+    eval_every: int = Field(100, ge=1, description="steps between looks at held-out data")
     warmup: int = Field(10, ge=0, description="steps of linear warm-up; a cosine follows")
     lr_floor: float = Field(0.1, ge=0, le=1, description="the learning rate at the end, as a share of its peak")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 never does")
@@ -52,8 +53,14 @@ class OptimConfig(StageConfig):
         """Whether a checkpoint is due after `step` steps."""
         return step == self.steps or bool(self.save_every and step % self.save_every == 0)
 
+    def look_due(self, step: int) -> bool:
+        """Whether held-out data is to be looked at after `step` steps."""
+        return step == self.steps or step % self.eval_every == 0
+
     def how_to_resume(self, step: int) -> str:
         """What a run that was asked to stop says as it leaves."""
+        if not step:
+            return f"{self.stage} stopped in its first step, there is nothing to save; start it again"
         return f"{self.stage} stopped after step {step} of {self.steps}, saved in {self.folder}; go on with --resume"
 
 
@@ -66,6 +73,9 @@ class Progress:
     minutes: float = 0.0  # time spent in steps, evaluation left out
     loss_history: list[float] = field(default_factory=list)
     history: dict[str, list[float]] = field(default_factory=dict)  # what controllers and monitors go by
+    metrics: dict[str, float] = field(default_factory=dict)  # the record of the last step
+    samples: list[dict] = field(default_factory=list)  # and its samples, where the step is open:
+    open: bool = False  # a stop cut its look at held-out data short
 
     def add(self, tokens: int, seconds: float, loss: float) -> None:
         """Count a step that is done."""
@@ -110,31 +120,79 @@ class Run:
     parent: str | None  # the checkpoint that the model came from
     metrics: Metrics
     stop: Stop
+    look: Callable[[], dict]  # figures of held-out data
+    before: tuple[dict, int] = field(init=False)  # the generators and the position of `source` as the last step left
+
+    def __post_init__(self):
+        self.remember()
+
+    def remember(self) -> None:
+        """Note where the next step begins, for `give_up`."""
+        self.before = runtime.rng_state(), self.source.position
 
     def close_step(self, record: dict, samples: Sequence[dict] = ()) -> Iterator[dict]:
-        """Log a step, save where that is due or the run has been asked to stop, yield the record, leave if asked."""
+        """Look at held-out data where that is due, log the step, save where that is due or the run has been asked to
+        stop, yield the record, leave if asked. A look that a stop cuts short is made when the run is resumed."""
+        progress = self.progress
+        self.remember()
+        if self.cfg.look_due(progress.step):
+            progress.metrics, progress.samples, progress.open = checkpoint.plain(record), list(samples), True
+            record = record | self.look()
         leaving = self.stop.due()
         self.metrics.log(record)
         self.metrics.keep_samples(samples)
-        if self.cfg.save_due(self.progress.step) or leaving:
-            save(self.cfg, self.model, self.tokenizer, self.optimizers, self.source, self.progress, record, self.parent)
+        progress.metrics, progress.samples, progress.open = checkpoint.plain(record), [], False
+        if self.cfg.save_due(progress.step) or leaving:
+            self.save()
         yield record
         if leaving:
-            self.stop.leave(self.cfg.how_to_resume(self.progress.step))
+            self.stop.leave(self.cfg.how_to_resume(progress.step))
+
+    def close_open_step(self) -> Iterator[dict]:
+        """What is left to do of a step in whose look at held-out data the run was stopped."""
+        if self.progress.open:
+            yield from self.close_step(self.progress.metrics, self.progress.samples)
+
+    def give_up(self) -> None:
+        """Leave in the middle of a step, as if it had not begun, or of a look, which is then still to be made."""
+        state, self.source.position = self.before
+        runtime.set_rng_state(state)
+        if self.progress.step:
+            self.save()
+        self.stop.leave(self.cfg.how_to_resume(self.progress.step))
+
+    def save(self) -> None:
+        """Rank 0 writes the whole state of the run to its folder; the others wait for it."""
+        progress = self.progress
+        if distributed.is_main():
+            state = {
+                "stage": self.cfg.stage, "finished": progress.step >= self.cfg.steps and not progress.open,
+                "parent": self.parent, "cfg": self.cfg.model_dump(), "model_cfg": self.model.cfg.model_dump(),
+                "tokenizer_hash": self.tokenizer.hash, "model_state_dict": self.model.state_dict(),
+                "optimizer_state_dict": self.optimizers.state_dict(), "rng": runtime.rng_state(),
+                "position": self.source.position,
+            }
+            checkpoint.save(self.cfg.folder, state | asdict(progress), self.cfg.keep_last)
+        distributed.barrier()
 
 
 @contextmanager
 def session(
     cfg: OptimConfig, model: nn.Module, tokenizer: Tokenizer, optimizers: Optimizers, source: Any, progress: Progress,
-    parent: str | None,
+    parent: str | None, look: Callable[[], dict],
 ) -> Iterator[Run]:
     """Hold the run's folder against a second run, listen for signals, and keep metrics, as long as the run lasts.
 
     Raises ValueError where another run is using the folder.
     """
+    logged = progress.step - progress.open
     with (storage.lock(cfg.folder) if distributed.is_main() else nullcontext(), listening() as stop,
-          Metrics(cfg.folder, cfg.stage, cfg.steps, progress.step, cfg.tracker, cfg.model_dump()) as metrics):
-        yield Run(cfg, model, tokenizer, optimizers, source, progress, parent, metrics, stop)
+          Metrics(cfg.folder, cfg.stage, cfg.steps, logged, cfg.tracker, cfg.model_dump()) as metrics):
+        run = Run(cfg, model, tokenizer, optimizers, source, progress, parent, metrics, stop, look)
+        try:
+            yield run
+        except GivenUp:
+            run.give_up()
 
 
 def guard(cfg: OptimConfig, record: dict, source: Any) -> None:
@@ -148,22 +206,6 @@ def guard(cfg: OptimConfig, record: dict, source: Any) -> None:
         raise FloatingPointError(f"{what}; lower lr, or look at that batch")
     if distributed.is_main():
         warnings.warn(what, stacklevel=2)
-
-
-def save(
-    cfg: OptimConfig, model: nn.Module, tokenizer: Tokenizer, optimizers: Optimizers, source: Any,
-    progress: Progress, record: dict, parent: str | None,
-) -> None:
-    """Rank 0 writes the whole state of the run to `cfg.folder`; the others wait for it."""
-    if distributed.is_main():
-        state = {
-            "stage": cfg.stage, "finished": progress.step >= cfg.steps, "parent": parent,
-            "cfg": cfg.model_dump(), "model_cfg": model.cfg.model_dump(), "tokenizer_hash": tokenizer.hash,
-            "model_state_dict": model.state_dict(), "optimizer_state_dict": optimizers.state_dict(),
-            "rng": runtime.rng_state(), "position": source.position, "metrics": checkpoint.plain(record),
-        }
-        checkpoint.save(cfg.folder, state | asdict(progress), cfg.keep_last)
-    distributed.barrier()
 
 
 def training_forward(cfg: OptimConfig, model: nn.Module, device: torch.device) -> nn.Module:

@@ -17,6 +17,7 @@ from nanorl.model import Transformer
 from nanorl.objectives.masking import masked_sum
 from nanorl.rewards.monitors import Monitor, hollow, repetition
 from nanorl.rollout import RewardFn, Rollout, assemble, group_rows, problem_prompt, recompute_logprobs, score, that_fit
+from nanorl.stopping import together
 from nanorl.tokenizer import Tokenizer
 from nanorl.train.progress import OptimConfig
 
@@ -46,8 +47,8 @@ class RLConfig(OptimConfig):
                          "warning when they part; 0 does not compare")
 
     def look_due(self, step: int) -> bool:
-        """Whether held-out problems are to be looked at after `step` steps."""
-        return step in (1, self.steps) or step % self.eval_every == 0
+        """Whether held-out problems are to be looked at after `step` steps; the first is one of them."""
+        return step == 1 or super().look_due(step)
 
 
 def choose_problems(cfg: RLConfig, tokenizer: Tokenizer, context_length: int) -> tuple[list[dict], list[dict], int]:
@@ -67,10 +68,13 @@ def act(
     cfg: RLConfig, policy: Transformer, tokenizer: Tokenizer, problems: list[dict], reward: RewardFn,
     seeds: tuple[int, ...], clock: "Clock",
 ) -> Rollout:
-    """This rank's rollout of some problems, scored. `seeds` tell one call from another, in all steps and ranks."""
+    """This rank's rollout of some problems, scored. `seeds` tell one call from another, in all steps and ranks.
+
+    Raises `GivenUp`, on all ranks, where one has been asked to stop.
+    """
     prompts = [problem_prompt(tokenizer, p) for p in problems]
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature)
-    with runtime.autocast(policy.device, cfg.precision):
+    with together(), runtime.autocast(policy.device, cfg.precision):
         done = generate(policy, prompts, sampling, tokenizer.end_of_turn, tokenizer.pad, cfg.group,
                         runtime.generator(cfg.seed, *seeds, distributed.rank()))
     clock.lap("rollout")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from nanorl import distributed, runtime
 from nanorl.optim import clip_and_step
+from nanorl.stopping import together
 from nanorl.tokenizer import Tokenizer
 from nanorl.train.progress import OptimConfig, guard, restore, session, training_forward
 
@@ -33,7 +35,6 @@ class SupervisedConfig(OptimConfig):
 
     batch_size: int = Field(32, ge=1, description="rows a step, over all processes and micro-batches")
     micro_batch_size: int = Field(32, ge=1, description="rows a forward pass on one process")
-    eval_every: int = Field(100, ge=1, description="steps between losses on held-out data")
     eval_batches: int = Field(10, ge=1, description="held-out batches for that loss")
 
 
@@ -62,7 +63,9 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
     optimizers = cfg.build_optimizers(model)
     progress = restore(cfg, model, job.tokenizer, optimizers, job.batches)
     forward = training_forward(cfg, model, device)
-    with session(cfg, model, job.tokenizer, optimizers, job.batches, progress, job.parent) as run:
+    with session(cfg, model, job.tokenizer, optimizers, job.batches, progress, job.parent,
+                 partial(held_out, cfg, job, device)) as run:
+        yield from run.close_open_step()
         while progress.step < cfg.steps:
             started = time.perf_counter()
             # 1. this rank's rows
@@ -92,8 +95,6 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
                       "skipped": optimizers.skipped, "tokens": progress.tokens,
                       "time/step": seconds, "time/tokens_per_second": tokens / seconds}
             guard(cfg, record, job.batches)
-            if progress.step % cfg.eval_every == 0 or progress.step == cfg.steps:
-                record |= held_out(cfg, job, device)
             yield from run.close_step(record)
 
 
@@ -102,14 +103,13 @@ def held_out(cfg: SupervisedConfig, job: Job, device: torch.device) -> dict:
     """Mean loss and figures of the targets in the held-out batches, over all ranks, as `dev_loss` and so on."""
     sums: dict[str, Tensor] = {}
     count = 0
-    job.model.eval()
-    for batch in job.dev_batches():
-        batch = job.ready(to_device(batch, device))
-        with runtime.autocast(device, cfg.precision):
-            losses, figures = job.losses(job.model, batch)
-        add_sums(sums, {"loss": losses, **figures})
-        count += job.count(batch)
-    job.model.train()
+    with runtime.evaluating(job.model):
+        for batch in job.dev_batches():
+            batch = job.ready(to_device(batch, device))
+            with together(), runtime.autocast(device, cfg.precision):
+                losses, figures = job.losses(job.model, batch)
+            add_sums(sums, {"loss": losses, **figures})
+            count += job.count(batch)
     count = distributed.sum_over_ranks(count)
     means = {f"dev_{name}": value for name, value in over_ranks(sums, count).items()}
     return means | job.report(means | {"count": count})

@@ -1,0 +1,115 @@
+"""A stop in the middle of a rollout or of a look at held-out data: the work is given up at once, on every rank, and the
+run that goes on from there is the run that was never stopped."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_distributed import run_two
+from tiny_run import STAGES, config_of, left_behind, new_home, same, without_times
+
+from nanorl import checkpoint, distributed, generate, stopping
+from nanorl.metrics import read_metrics
+from nanorl.train import supervised
+
+SAMPLING = ("ppo", "grpo")  # cut short at a token; the others between batches of held-out data
+
+
+class Asking:
+    """Stands in for a function that looks whether the run has been asked to stop: at call `at`, it has been."""
+
+    def __init__(self, function, at: int | None = None):
+        self.function, self.at, self.calls = function, at, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+        return self.function()
+
+
+def run_through(cfg) -> None:
+    """A whole run; where it is stopped, what is left of it too. A stop before the first step leaves nothing."""
+    try:
+        list(STAGES[cfg.stage][0](cfg))
+    except stopping.Stopped as stopped:
+        assert stopped.status == 143
+        resume = "latest" if checkpoint.latest(cfg.folder) else None
+        assert ("go on with --resume" if resume else "nothing to save; start it again") in str(stopped)
+        list(STAGES[cfg.stage][0](cfg.model_copy(update={"resume": resume})))
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "sft", "kto"])
+def test_given_up_anywhere_and_resumed_it_is_the_same(tmp_path, monkeypatch, stage):
+    where, name = (generate, "check") if stage in SAMPLING else (supervised, "together")
+    new_home(tmp_path, monkeypatch)
+    asking = Asking(getattr(where, name))
+    monkeypatch.setattr(where, name, asking)
+    run_through(config_of(stage))
+    expected, calls = left_behind(stage), asking.calls
+    for at in sorted({1, 2, calls // 3, calls // 2, calls - 1, calls}):  # the last are in the look after the last step
+        new_home(tmp_path, monkeypatch)
+        monkeypatch.setattr(where, name, Asking(asking.function, at))
+        run_through(config_of(stage))
+        assert same(left_behind(stage), expected), f"stopped at {at} of {calls}"
+
+
+def test_a_step_whose_look_was_cut_short_is_open_and_not_finished(tmp_path, monkeypatch):
+    new_home(tmp_path, monkeypatch)
+    cfg = config_of("sft")
+
+    @contextmanager
+    def asked_in_the_last_step():
+        with together():
+            yield
+            if len(read_metrics(cfg.folder)) == cfg.steps - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+
+    together = supervised.together
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped, match="stopped after step 6 of 6") as stopped:
+        patch.setattr(supervised, "together", asked_in_the_last_step)
+        list(STAGES["sft"][0](cfg))
+    assert stopped.value.status == 130
+    state = checkpoint.load(checkpoint.latest(cfg.folder))
+    assert state["step"] == 6 and state["open"] and not state["finished"] and "dev_loss" not in state["metrics"]
+    (record,) = STAGES["sft"][0](cfg.model_copy(update={"resume": "latest"}))
+    assert record["step"] == 6 and "dev_loss" in record
+    assert checkpoint.load(checkpoint.latest(cfg.folder))["finished"]
+
+
+def test_nothing_is_cut_short_where_nobody_listens():
+    with stopping.together():
+        stopping.check()
+
+
+# ---- two ranks, one of which is asked --------------------------------------------------------------------------
+
+def one_is_asked() -> list[str]:
+    """On each of two ranks: a run left alone, and one in which rank 1 is asked while it samples, and then resumed.
+    What differs."""
+    distributed.setup(torch.device("cpu"))
+    try:
+        alone, cfg = config_of("grpo", label="alone"), config_of("grpo")
+        list(STAGES["grpo"][0](alone))
+        if distributed.rank() == 1:
+            generate.check = Asking(generate.check, at=25)
+        with pytest.raises(stopping.Stopped, match="grpo stopped after step 2 of 4") as stopped:
+            list(STAGES["grpo"][0](cfg))
+        assert stopped.value.status == 143
+        list(STAGES["grpo"][0](cfg.model_copy(update={"resume": "latest"})))
+        one, other = (checkpoint.load(checkpoint.latest(each.folder)) for each in (alone, cfg))
+        records = [without_times(read_metrics(each.folder)) for each in (alone, cfg)]
+        differing = [name for name in one if not same(one[name], other[name])]
+        return sorted(set(differing) - {"cfg", "minutes", "metrics"}) + ["records"] * (records[0] != records[1])
+    finally:
+        distributed.close()
+
+
+def test_two_ranks_give_up_together(tmp_path, monkeypatch):
+    new_home(tmp_path, monkeypatch)
+    assert run_two(one_is_asked) == [[], []]
