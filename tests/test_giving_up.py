@@ -58,28 +58,45 @@ def test_given_up_anywhere_and_resumed_it_is_the_same(tmp_path, monkeypatch, sta
         assert same(left_behind(stage), expected), f"stopped at {at} of {calls}"
 
 
-def test_a_step_whose_look_was_cut_short_is_open_and_not_finished(tmp_path, monkeypatch):
-    new_home(tmp_path, monkeypatch)
-    cfg = config_of("sft")
+def cut_short(cfg, step: int, monkeypatch) -> dict:
+    """What is saved of an SFT run that is interrupted in its look after `step` steps."""
+    together = supervised.together
 
     @contextmanager
-    def asked_in_the_last_step():
+    def asked():
         with together():
             yield
-            if len(read_metrics(cfg.folder)) == cfg.steps - 1:
+            if len(read_metrics(cfg.folder)) == step - 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.01)
 
-    together = supervised.together
-    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped, match="stopped after step 6 of 6") as stopped:
-        patch.setattr(supervised, "together", asked_in_the_last_step)
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped, match=f"after step {step} of 6") as stopped:
+        patch.setattr(supervised, "together", asked)
         list(STAGES["sft"][0](cfg))
     assert stopped.value.status == 130
-    state = checkpoint.load(checkpoint.latest(cfg.folder))
+    return checkpoint.load(checkpoint.latest(cfg.folder))
+
+
+def test_a_step_whose_look_was_cut_short_is_open_and_not_finished(tmp_path, monkeypatch):
+    new_home(tmp_path, monkeypatch)
+    cfg = config_of("sft")
+    state = cut_short(cfg, 6, monkeypatch)
     assert state["step"] == 6 and state["open"] and not state["finished"] and "dev_loss" not in state["metrics"]
     (record,) = STAGES["sft"][0](cfg.model_copy(update={"resume": "latest"}))
     assert record["step"] == 6 and "dev_loss" in record
     assert checkpoint.load(checkpoint.latest(cfg.folder))["finished"]
+
+
+def test_an_open_step_that_is_closed_twice_is_logged_once(tmp_path, monkeypatch):
+    new_home(tmp_path, monkeypatch)
+    cfg = config_of("sft")
+    cut_short(cfg, 3, monkeypatch)
+    again = cfg.model_copy(update={"resume": "latest"})
+    records = STAGES["sft"][0](again)
+    assert next(records)["step"] == 3
+    records.close()  # killed before it saves again
+    assert [record["step"] for record in STAGES["sft"][0](again)] == [3, 4, 5, 6]
+    assert [record["step"] for record in read_metrics(cfg.folder)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_nothing_is_cut_short_where_nobody_listens():
