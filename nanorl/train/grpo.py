@@ -45,6 +45,7 @@ from nanorl.train.rl import (
     look,
     minibatches,
     over_all_ranks,
+    precision_drift,
     reference_of,
     token_sums,
     watch,
@@ -110,6 +111,8 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
             advantages = group_advantages(rewards, cfg.advantage_scale, cfg.baseline).flatten()  # (B,)
             # 3. the log-probs that the sampler recorded are the old ones; those of a reference, if there is one
             reference_logprobs = reference_of(reference, rollout, cfg, device)
+            if progress.step == 0:
+                sampled |= precision_drift(cfg, policy, rollout, device)
             clock.lap("score")
             # 4. update on minibatches of whole groups
             lr, updates = cfg.set_lr(optimizers, progress.step), []

@@ -47,6 +47,7 @@ from nanorl.train.rl import (
     minibatches,
     moments,
     over_all_ranks,
+    precision_drift,
     reference_of,
     token_sums,
     watch,
@@ -128,6 +129,8 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
             # 3. values, KL, advantages and returns
             reference_logprobs = reference_of(reference, rollout, cfg, device)
             experience, expected = judged(cfg, model, rollout, reference_logprobs, kl_coef[0], device)
+            if progress.step == 0:
+                sampled |= precision_drift(cfg, policy, rollout, device)
             clock.lap("score")
             # 4. update on minibatches, for some epochs
             lr, updates = cfg.set_lr(optimizers, progress.step), []

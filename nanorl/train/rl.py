@@ -124,6 +124,16 @@ def in_parts(
     return result
 
 
+def precision_drift(cfg: RLConfig, policy: Transformer, rollout: Rollout, device: torch.device) -> dict:
+    """What bf16 costs: the mean difference, over the tokens of all ranks, of the log-probs that the sampler recorded
+    from those in fp32, as `drift_from_fp32`. Nothing where the run is in fp32."""
+    if runtime.resolve_precision(device, cfg.precision) == "fp32":
+        return {}
+    exact = in_parts(rollout, cfg.micro_prompts, device, "fp32",
+                     lambda part: recompute_logprobs(policy, policy.lm_head, part, cfg.temperature)[0])
+    return {"drift_from_fp32": moments((exact - rollout.logprobs).abs(), rollout.response_mask)[0]}
+
+
 def minibatches(cfg: RLConfig, rollout: Rollout, step: int) -> Iterator[Tensor]:
     """Indices of prompts for each optimizer step of a rollout: every prompt once an epoch, in random order."""
     n = len(rollout.problems)
