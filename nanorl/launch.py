@@ -77,16 +77,15 @@ def launch(train: Train, cfg: StageConfig, nproc: int = 1) -> Iterator[dict]:
     with tempfile.TemporaryDirectory(prefix="nanorl-") as name, _quiet_launcher(), stopping.listening() as stop:
         folder = Path(name)
         (folder / RECORDS).touch()
-        others, failures = set(active_children()), []
-        agent = threading.Thread(target=_run_agent, args=(nproc, name, names, failures), daemon=True)
-        agent.start()
+        others, failures, ended = set(active_children()), [], threading.Event()
+        threading.Thread(target=_run_agent, args=(nproc, name, names, failures, ended), daemon=True).start()
         try:
-            yield from _follow(folder, agent, stop)
+            yield from _follow(folder, ended, stop)
         except KeyboardInterrupt:
-            _end(agent, others, at_once=True)
+            _end(ended, others, at_once=True)
             raise
         finally:
-            _end(agent, others)
+            _end(ended, others)
         if (folder / STOPPED).is_file():  # also where a process was asked, and not this one
             raise stopping.Stopped(*json.loads((folder / STOPPED).read_text(encoding="utf-8")))
         if failures and stop.asked:
@@ -103,8 +102,8 @@ def _name_of(thing: Callable) -> str:
     return name
 
 
-def _run_agent(nproc: int, folder: str, names: tuple, failures: list[Exception]) -> None:
-    """Start the processes and wait for them; what goes wrong is added to `failures`."""
+def _run_agent(nproc: int, folder: str, names: tuple, failures: list[Exception], ended: threading.Event) -> None:
+    """Start the processes and wait for them, then set `ended`; what goes wrong is added to `failures`."""
     launch_config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=f"nanorl-{os.getpid()}", max_restarts=0,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="127.0.0.1", start_method="spawn",
@@ -114,6 +113,8 @@ def _run_agent(nproc: int, folder: str, names: tuple, failures: list[Exception])
         elastic_launch(launch_config, _worker)(folder, *names)
     except Exception as error:
         failures.append(error)
+    finally:
+        ended.set()
 
 
 def _worker(folder: str, train_name: str, config_name: str, values: dict) -> None:
@@ -156,16 +157,16 @@ def _write(path: Path, what: Any) -> None:
     draft.replace(path)
 
 
-def _follow(folder: Path, agent: threading.Thread, stop: stopping.Stop) -> Iterator[dict]:
-    """The records of a growing file as they come, until `agent` has ended and everything is read. A wish to stop is
-    passed on to the processes."""
+def _follow(folder: Path, ended: threading.Event, stop: stopping.Stop) -> Iterator[dict]:
+    """The records of a growing file as they come, until the processes have `ended` and everything is read. A wish to
+    stop is passed on to them."""
     with open(folder / RECORDS, encoding="utf-8") as file:
         line, told = "", False
         while True:
             if stop.asked and not told:
                 _write(folder / NOTICE, int(stop.asked))
                 told = True
-            running = agent.is_alive()  # asked before reading, so that the last lines are not missed
+            running = not ended.is_set()  # asked before reading, so that the last lines are not missed
             line += file.readline()
             if line.endswith("\n"):
                 yield json.loads(line)
@@ -173,18 +174,18 @@ def _follow(folder: Path, agent: threading.Thread, stop: stopping.Stop) -> Itera
             elif not running:
                 return
             else:
-                agent.join(POLL)
+                ended.wait(POLL)
 
 
-def _end(agent: threading.Thread, others: set, at_once: bool = False) -> None:
+def _end(ended: threading.Event, others: set, at_once: bool = False) -> None:
     """Ask the processes that are still there, which are not `others`, to leave, or end them, and wait until they have
-    ended."""
+    `ended`."""
     told = set(others)
-    while agent.is_alive():
+    while not ended.is_set():
         for process in set(active_children()) - told:
             process.kill() if at_once else process.terminate()
             told.add(process)
-        agent.join(POLL)
+        ended.wait(POLL)
 
 
 def _worker_error(folder: Path, nproc: int, error: Exception) -> Exception:

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from tiny_run import new_home
 from nanorl import checkpoint, paths
 
 
-def worker_of(pid: int) -> int:
-    """A process that `launch` started from process `pid`; where there is no /proc the test is skipped."""
+def workers_of(pid: int) -> list[int]:
+    """The two processes that `launch` started from process `pid`; where there is no /proc the test is skipped."""
     if not Path("/proc/self/stat").is_file():
         pytest.skip("finds the children of a process in /proc")
     found = []
@@ -26,7 +27,7 @@ def worker_of(pid: int) -> int:
         if int(parent) == pid and b"spawn_main" in words:
             found.append(int(path.name))
     assert len(found) == 2
-    return found[0]
+    return found
 
 
 @pytest.mark.parametrize(("whom", "number"), [
@@ -49,7 +50,7 @@ def test_a_launcher_passes_on_what_it_is_asked(tmp_path, monkeypatch, whom, numb
         if whom == "group":
             os.killpg(child.pid, number)
         else:
-            os.kill(child.pid if whom == "launcher" else worker_of(child.pid), number)
+            os.kill(child.pid if whom == "launcher" else workers_of(child.pid)[1], number)
         errors = child.communicate(timeout=60)[1]
     finally:
         if child.poll() is None:
@@ -59,3 +60,33 @@ def test_a_launcher_passes_on_what_it_is_asked(tmp_path, monkeypatch, whom, numb
     state = checkpoint.load(checkpoint.latest(metrics.parent))
     assert not state["finished"]
     assert f"sft stopped after step {state['step']} of 100000" in errors and "Traceback" not in errors
+
+
+FOREVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import workers
+from nanorl.launch import launch
+for record in launch(workers.deaf, workers.CourseConfig(), nproc=2):
+    print(record["step"], flush=True)
+"""
+
+
+def test_asked_twice_it_ends_processes_that_do_not_listen():
+    here = str(Path(__file__).parent)
+    child = subprocess.Popen([sys.executable, "-c", FOREVER, here], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+    try:
+        assert child.stdout.readline() == "1\n"
+        workers_before = workers_of(child.pid)
+        child.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert child.poll() is None  # the processes have not stopped
+        child.send_signal(signal.SIGINT)
+        errors = child.communicate(timeout=20)[1]
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers_before)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from nanorl import distributed, launch
+from nanorl import distributed, launch, stopping
 from nanorl.config import StageConfig
 from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
@@ -145,6 +145,13 @@ def rank_1_fails(cfg: CourseConfig) -> Iterator[dict]:
     if distributed.rank() == 1:
         raise KeyError("apples")
     distributed.barrier()
+
+
+def deaf(cfg: CourseConfig) -> Iterator[dict]:
+    """One record, and then nothing: no signal, no wish of the launcher is heard."""
+    stopping.ignore()
+    yield {"step": 1}
+    time.sleep(1000)
 
 
 def endless(cfg: CourseConfig) -> Iterator[dict]:
