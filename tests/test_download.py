@@ -16,13 +16,21 @@ SHA = hashlib.sha256(BODY).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves BODY at /file, at /no-range without resuming, and at /broken half of what it promises."""
+    """Serves BODY at /file, at /no-range without resuming, and at /broken half of what it promises; /hub/<checksum>
+    leads to /file as the hub leads to a large file."""
 
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         self.server.ranges.append(wanted)
         if self.path == "/missing":
             self.send_error(404)
+            return
+        if self.path.startswith("/hub/"):
+            self.send_response(302)
+            self.send_header("Location", "/file")
+            self.send_header("X-Linked-ETag", f'"{self.path[5:]}"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
             return
         start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted and self.path != "/no-range" else 0
         if start >= len(BODY):
@@ -122,6 +130,21 @@ def test_wrong_checksum(server, tmp_path: Path) -> None:
         fetch(f"{server.url}/file", path, sha256=SHA, progress=False)
     one_line(error, "file.bin", SHA, "delete it")
     assert path.read_bytes() == b"mine"
+
+
+def test_the_checksum_that_the_hub_states(server, tmp_path: Path) -> None:
+    fetch(f"{server.url}/hub/{SHA}", tmp_path / "right.bin", progress=False)
+    assert (tmp_path / "right.bin").read_bytes() == BODY
+    (tmp_path / "whole.bin.part").write_bytes(BODY)
+    fetch(f"{server.url}/hub/{SHA}", tmp_path / "whole.bin", progress=False)
+    for start in (b"", BODY[:-1], BODY):
+        (tmp_path / "wrong.bin.part").write_bytes(start)
+        with pytest.raises(ValueError) as error:
+            fetch(f"{server.url}/hub/{'0' * 64}", tmp_path / "wrong.bin", progress=False)
+        one_line(error, SHA, "0" * 64)
+        assert not list(tmp_path.glob("wrong*"))
+    fetch(f"{server.url}/hub/a-git-hash", tmp_path / "small.bin", progress=False)
+    fetch(f"{server.url}/hub/{'0' * 64}", tmp_path / "given.bin", SHA, progress=False)  # what the caller says counts
 
 
 def test_refused(server, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ RESERVED = {  # a foreign module -> the only modules of ours that may import it
 }
 FILE_LINES, FUNCTION_LINES = 350, 60
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+RISKS = ("shell", "allow_pickle")  # keywords
+FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load"}
 PURE_CALLS = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "range", "len", "sum", "sorted",
               "chr", "zip", "enumerate", "str", "bytes", "int", "float", "math.log", "math.sqrt", "TypeVar",
               "Path", "namedtuple", "Fraction", "Decimal", "type"}
@@ -106,6 +108,19 @@ def runs_at_import(name: str, source: str) -> list[str]:
     return found
 
 
+def runs_text(source: str) -> list[str]:
+    """Calls that run code out of text or files, or a shell."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if name in FORBIDDEN or any(given.get(risk) not in (None, "False") for risk in RISKS):
+            found.append(ast.unparse(call)[:60])
+        if name == "torch.load" and given.get("weights_only") != "True":
+            found.append(f"{ast.unparse(call)[:60]} without weights_only=True")
+    return found
+
+
 def too_long(source: str) -> list[str]:
     found = []
     lines = len(source.splitlines())
@@ -124,6 +139,7 @@ def test_module_keeps_the_rules(name):
     assert name in ORDER + PACKAGES, f"{name} has no layer: give it a place in LAYERS"
     assert bad_imports(name, SOURCES[name]) == []
     assert runs_at_import(name, SOURCES[name]) == []
+    assert runs_text(SOURCES[name]) == []
     assert too_long(SOURCES[name]) == []
     assert ast.get_docstring(ast.parse(SOURCES[name])), "a module says what it holds"
 
@@ -170,6 +186,15 @@ def test_good_imports_pass(name, source):
                                     "NOW = time.time()", "x = 1\n'not a docstring'"])
 def test_side_effects_are_seen(source):
     assert runs_at_import("nanorl.model", source)
+
+
+@pytest.mark.parametrize("source", [
+    "eval('1+1')", "def f(x):\n    exec(x)", "torch.load(path)", "torch.load(path, weights_only=False)",
+    "torch.load(path, weights_only=safe)", "subprocess.run(words, shell=True)", "os.system('ls')", "pickle.load(file)",
+    "compile(text, 'x', 'exec')", "yaml.load(text)", "np.load(path, allow_pickle=True)",
+])
+def test_text_that_would_run_is_seen(source):
+    assert runs_text(source)
 
 
 def test_long_code_is_seen():

@@ -4,8 +4,10 @@ The download goes to `<path>.part` beside its goal, with a progress bar. A broke
 stopped by the next call, and the file takes its name only when it is whole, so a name always stands for a
 complete file.
 
-Simplified: no retries (call again) and no login (public files only). Without `sha256`, a file that changed
-at its source between two tries is not noticed.
+A large file of the hub is checked by the checksum that the hub states for it.
+
+Simplified: no retries (call again) and no login (public files only). Of a file without a checksum, a change at
+its source between two tries is not noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def fetch(url: str, path: str | Path, sha256: str | None = None, progress: bool 
     """Download `url` to `path`, unless it is there already, and return the path.
 
     url: http:// or https://, or hf://owner/name/file (a model's file) or hf://datasets/owner/name/file.
-    sha256: the checksum in hex that the file must have.
+    sha256: the checksum in hex that the file must have; where None, that which the hub states, if it does.
 
     Raises ValueError for another kind of address and for a wrong checksum (a download that has one is
     removed), OSError where the server refuses or the connection breaks (what arrived is kept for the next
@@ -44,7 +46,7 @@ def fetch(url: str, path: str | Path, sha256: str | None = None, progress: bool 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
-        _download(address, part, progress)
+        stated = _download(address, part, progress)
     except urllib.error.HTTPError as error:
         error.close()
         raise OSError(f"{address}: HTTP {error.code} {error.reason}; check the address") from None
@@ -54,6 +56,9 @@ def fetch(url: str, path: str | Path, sha256: str | None = None, progress: bool 
             f"{address}: {reason}; check network and disk and run again, it goes on from "
             f"{part.name}, or put the file at {path} yourself"
         ) from None
+    except ValueError as error:
+        raise ValueError(f"cannot download {url} ({error}); correct the address") from None
+    sha256 = sha256 or stated
     if sha256 is not None and (found := file_sha256(part)) != sha256.lower():
         part.unlink()
         raise ValueError(
@@ -84,20 +89,33 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(address: str, part: Path, progress: bool) -> None:
-    """Bring `part` from however many bytes it has to the whole file, and to the disk."""
+class _HubRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows the hub to where a large file lies, and notes the checksum that the hub states for it."""
+
+    stated: str | None = None
+
+    def redirect_request(self, request, file, code, message, headers, url):
+        if match := re.fullmatch(r'"?([0-9a-f]{64})"?', headers.get("X-Linked-ETag", "")):
+            self.stated = match[1]
+        return super().redirect_request(request, file, code, message, headers, url)
+
+
+def _download(address: str, part: Path, progress: bool) -> str | None:
+    """Bring `part` from however many bytes it has to the whole file, and to the disk; the SHA-256 that the hub states
+    for it, if it does."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(address, headers={"User-Agent": "nanorl"})
     if have:
         request.add_header("Range", f"bytes={have}-")
+    redirect = _HubRedirect()
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        response = urllib.request.build_opener(redirect).open(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:  # 416: nothing comes after the bytes that are here
             raise
         error.close()
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # they are the whole file
+            return redirect.stated  # they are the whole file
         part.unlink()
         return _download(address, part, progress)
     with response:
@@ -115,3 +133,4 @@ def _download(address: str, part: Path, progress: bool) -> None:
             os.fsync(file.fileno())
     if total is not None and have != total:
         raise OSError(f"the connection broke at {have} of {total} bytes")
+    return redirect.stated
