@@ -241,7 +241,9 @@ def main(words: list[str] | None = None) -> int:
         command.run(*parse(words[0], command, words[1:]))
         distributed.close()
     except stopping.Stopped as stopped:
-        sys.stderr.write(f"nanorl: {stopped}\n")
+        if distributed.is_main():
+            sys.stderr.write(f"nanorl: {stopped}\n")
+        distributed.close()
         return stopped.status
     except KeyboardInterrupt:
         return 130
