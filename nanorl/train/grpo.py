@@ -47,10 +47,10 @@ from nanorl.train.rl import (
     over_all_ranks,
     precision_drift,
     reference_of,
+    sync_last,
     token_sums,
     watch,
 )
-from nanorl.train.supervised import sync_last
 
 
 class GRPOConfig(RLConfig):

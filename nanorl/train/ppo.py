@@ -49,10 +49,10 @@ from nanorl.train.rl import (
     over_all_ranks,
     precision_drift,
     reference_of,
+    sync_last,
     token_sums,
     watch,
 )
-from nanorl.train.supervised import sync_last
 
 KL_RATE, KL_ERROR = 0.1, 0.2  # of the adaptive KL weight: how fast, and the largest error that counts
 

@@ -3,11 +3,12 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanorl import distributed, runtime
 from nanorl.data.prompts import check_disjoint, load_problems
@@ -141,6 +142,11 @@ def minibatches(cfg: RLConfig, rollout: Rollout, step: int) -> Iterator[Tensor]:
         order = torch.randperm(n, generator=runtime.generator(cfg.seed, step, epoch))
         for part in order.tensor_split(cfg.minibatches):
             yield part if len(part) else order[:1]
+
+
+def sync_last(forward: nn.Module, i: int, n: int) -> AbstractContextManager:
+    """Gradients are averaged over ranks in the last of `n` backwards only."""
+    return distributed.no_sync(forward) if i + 1 < n else nullcontext()
 
 
 def token_sums(figures: dict[str, Tensor], mask: Tensor) -> dict[str, float]:

@@ -14,7 +14,6 @@ micro-batches on one rank, 2 on each of two and 1 on each of four give the same 
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from nanorl import distributed, runtime
 from nanorl.optim import clip_and_step
-from nanorl.stopping import together
+from nanorl.stopping import check, together
 from nanorl.tokenizer import Tokenizer
 from nanorl.train.progress import OptimConfig, guard, restore, session, training_forward
 
@@ -63,6 +62,14 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
     optimizers = cfg.build_optimizers(model)
     progress = restore(cfg, model, job.tokenizer, optimizers, job.batches)
     forward = training_forward(cfg, model, device)
+
+    def backward(micro: dict, count: int) -> dict[str, Tensor]:
+        """Add a micro-batch's share of the loss to the gradient; its losses and figures."""
+        with runtime.autocast(device, cfg.precision):
+            losses, figures = job.losses(forward, micro)
+        (losses.sum() / max(count, 1) * world).backward()  # DDP averages over ranks, and the count is global already
+        return {"loss": losses, **figures}
+
     with session(cfg, model, job.tokenizer, optimizers, job.batches, progress, job.parent,
                  partial(held_out, cfg, job, device)) as run:
         yield from run.close_open_step()
@@ -75,14 +82,12 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
             # 3. losses, micro-batch by micro-batch; ranks meet in the last backward
             optimizers.zero_grad()
             sums: dict[str, Tensor] = {}
-            micros = list(split(batch, cfg.micro_batch_size))
-            for i, micro in enumerate(micros):
-                with sync_last(forward, i, len(micros)):
-                    with runtime.autocast(device, cfg.precision):
-                        losses, figures = job.losses(forward, micro)
-                    share = losses.sum() / max(count, 1)
-                    (share * world).backward()  # DDP averages over ranks, and the count is global already
-                add_sums(sums, {"loss": losses, **figures})
+            *others, last = split(batch, cfg.micro_batch_size)
+            with together(), distributed.no_sync(forward):
+                for micro in others:
+                    check()
+                    add_sums(sums, backward(micro, count))
+            add_sums(sums, backward(last, count))
             # 4. step
             lr = cfg.set_lr(optimizers, progress.step)
             grad_norm = clip_and_step(model, optimizers, cfg.max_grad_norm)
@@ -141,8 +146,3 @@ def split(batch: dict, size: int) -> Iterator[dict]:
     """A batch in pieces of `size` rows."""
     for start in range(0, len(batch["tokens"]), size):
         yield {name: x[start : start + size] for name, x in batch.items()}
-
-
-def sync_last(forward: nn.Module, i: int, n: int) -> AbstractContextManager:
-    """Gradients are averaged over ranks in the last of `n` backwards only."""
-    return distributed.no_sync(forward) if i + 1 < n else nullcontext()
