@@ -78,12 +78,14 @@ def _checked(messages: Sequence[Message]) -> Iterable[tuple[str, str]]:
     """Yield (role, content) of each message, or raise a ValueError that says what is wrong with which."""
     if not messages:
         raise ValueError("a conversation needs at least one message, got none")
+    if isinstance(messages, str | dict) or not isinstance(messages, Sequence):
+        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__} {messages!r:.40}")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f'message {number} must be {{"role": ..., "content": ...}}, got {message!r:.80}')
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise ValueError(f"message {number} has unknown role {role!r}; use one of {', '.join(ROLES)}")
+            raise ValueError(f"message {number} has unknown role {role!r:.80}; use one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"message {number} ({role}) has content of {type(content)}; it must be a str")
         yield role, content

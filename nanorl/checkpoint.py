@@ -12,6 +12,7 @@ rng, position, metrics, tokenizer_hash, parent, minutes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections import OrderedDict
@@ -83,9 +84,9 @@ def resolve_resume(resume: str | None, folder: str | Path) -> Path | None:
     if resume == "latest":
         path, place = latest(folder), Path(folder)
     else:
-        place = Path(resume).expanduser()
-        choices = [latest(place) if place.is_dir() else place, Path(folder) / resume]
-        path = next((p for p in choices if p is not None and p.is_file()), None)
+        place = Path(os.path.expanduser(resume))
+        choices = [latest(place) if os.path.isdir(place) else place, Path(folder) / resume]
+        path = next((p for p in choices if p is not None and os.path.isfile(p)), None)
     if path is None:
         have = ", ".join(p.name for p in list_checkpoints(folder)) or "none"
         raise FileNotFoundError(f"no checkpoint to resume from at {place} (in {folder}: {have}); "
@@ -102,7 +103,7 @@ def to_resume(resume: str | None, folder: str | Path) -> State | None:
     path = resolve_resume(resume, folder)
     if path is None:
         return None
-    if resume != "latest" and not Path(resume).expanduser().is_dir():
+    if resume != "latest" and not os.path.isdir(os.path.expanduser(resume)):
         return load(path)
     damaged: list[str] = []
     for each in reversed(list_checkpoints(path.parent)):
@@ -133,6 +134,8 @@ def save(folder: str | Path, state: State, keep_last: int = 2) -> Path:
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
     _refuse_objects(state, "state")
+    if wrong := _what_is_wrong(state):
+        raise ValueError(f"this is no state to save: {wrong}")
     path = checkpoint_path(folder, state["step"])
     about = {"stage": state["stage"], "step": state["step"], "finished": bool(state.get("finished")),
              "torch": torch.__version__}
@@ -192,8 +195,7 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> State:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:80]
         raise ValueError(f"checkpoint {path} is truncated or damaged ({reason}); "
                          f"{_fall_back(path)}") from None
-    wrong = _what_is_wrong(state)
-    if wrong:
+    if wrong := _what_is_wrong(state):
         raise ValueError(f"{path} is not a checkpoint of nanorl ({wrong}); {_fall_back(path)}")
     return state
 
@@ -227,8 +229,8 @@ def model_from(state: State) -> Transformer | RewardModel:
     weights = _clean_names(state["model_state_dict"])
     try:
         model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
-    except (TypeError, ValidationError) as error:
-        reason = config.one_line_error(error) if isinstance(error, ValidationError) else str(error)
+    except (TypeError, RuntimeError, ValidationError) as error:  # RuntimeError: sizes beyond any memory
+        reason = config.one_line_error(error) if isinstance(error, ValidationError) else str(error).splitlines()[0][:120]
         raise ValueError(f"the {state['stage']} checkpoint describes no model ({reason}); train it again") from None
     if "head.weight" in weights:
         model = RewardModel(model)
@@ -320,6 +322,8 @@ def _what_is_wrong(state: Any) -> str:
             return f"no {key!r}"
         if not isinstance(state[key], kind):
             return f"its {key!r} is a {type(state[key]).__name__}, not a {kind.__name__}"
+    if state["step"] < 0:
+        return f"its 'step' is {state['step']}"
     odd = [name for name, x in state["model_state_dict"].items() if not isinstance(name, str) or not torch.is_tensor(x)]
     return f"its weight {odd[0]!r} is a {type(state['model_state_dict'][odd[0]]).__name__}" if odd else ""
 
@@ -331,11 +335,9 @@ def _refuse_objects(value: Any, where: str) -> None:
     if type(value) not in PLAIN:
         raise ValueError(f"{where} is a {type(value).__name__}; a checkpoint holds tensors and plain types "
                          "only: pass it through checkpoint.plain")
-    if isinstance(value, dict):
-        items = value.items()
-    else:
-        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
+        _refuse_objects(key, f"a key of {where}")
         _refuse_objects(item, f"{where}[{key!r}]")
 
 

@@ -10,12 +10,13 @@ import json
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nanorl import paths, runtime
 
@@ -29,7 +30,7 @@ class StageConfig(BaseModel):
 
     preset: str = Field("cpu", description="folder of configs/ that the settings start from")
     run: str | None = Field(None, description="folder under the home folder; None derives its name")
-    label: str | None = Field(None, pattern=r"^[\w.-]+$", description="name of the stage's folder in the run, to keep "
+    label: str | None = Field(None, pattern=r"^[\w-][\w.-]*$", description="name of the stage's folder in the run, to keep "
                               "trials of a stage apart; None: the stage's own")
     data: str = Field("tinyworld", min_length=1, description="word problems: tinyworld (built in), a folder "
                       "with GSM8K-style train.jsonl and test.jsonl, or a hub name such as openai/gsm8k")
@@ -41,9 +42,16 @@ class StageConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of data, initial weights and sampling")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<index> or mps")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it is native")
-    resume: str | None = Field(None, description="latest, or the path of a checkpoint, to go on from")
+    resume: str | None = Field(None, min_length=1, description="latest, or the path of a checkpoint, to go on from")
     keep_last: int = Field(2, ge=1, description="checkpoints of this stage to keep")
     tracker: Literal["none", "wandb", "tensorboard"] = Field("none", description="where metrics also go")
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and value >= 2**31:
+            raise ValueError(f"input should be less than {2**31}")
+        return value
 
     @property
     def run_name(self) -> str:
@@ -91,12 +99,10 @@ def resolve_preset(preset: str | None = "auto") -> str:
         preset = os.environ.get("NANORL_PRESET", "auto")
     if preset == "auto":
         preset = "gpu" if torch.cuda.is_available() else "cpu"
-    base = paths.config_file(preset, "base")
-    if not base.is_file():
-        known = sorted(path.parent.name for path in base.parents[1].glob("*/base.json"))
-        choices = ", ".join(["auto", *known])
-        hint = _suggestion(preset, known) or f"; choose one of {choices}"
-        raise ValueError(f"unknown preset '{preset}'{hint}")
+    known = paths.presets()
+    if preset not in known:
+        hint = _suggestion(str(preset), known) or f"; choose one of {', '.join(['auto', *known])}"
+        raise ValueError(f"unknown preset {shown(preset)}{hint}")
     return preset
 
 
@@ -127,8 +133,8 @@ def check_names(given: Iterable[str], allowed: Iterable[str], what: str) -> None
     allowed = list(allowed)
     for name in given:
         if name not in allowed:
-            hint = _suggestion(name, allowed) or f"; known names: {', '.join(sorted(allowed))}"
-            raise ValueError(f"unknown {what} '{name}'{hint}")
+            names = textwrap.shorten(", ".join(sorted(allowed)), 150, placeholder=" ...")
+            raise ValueError(f"unknown {what} {shown(name)}{_suggestion(name, allowed) or f'; known names: {names}'}")
 
 
 def check_parameters(given: Iterable[str], allowed: Iterable[str]) -> None:
@@ -146,11 +152,18 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 def one_line_error(error: ValidationError) -> str:
     """pydantic's report as one line: the first field at fault, its value and what was wanted."""
     first = error.errors()[0]
-    message = first["msg"][:1].lower() + first["msg"][1:]
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
     if not first["loc"]:  # several fields together
-        return message.removeprefix("value error, ")
+        return message
     field = ".".join(str(part) for part in first["loc"])
-    return f"config field '{field}' is {first['input']!r}: {message}"
+    return f"config field '{field}' is {shown(first['input'])}: {message}"
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, for a message: in one line, cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def field_of(config: Any, name: str) -> Any:

@@ -95,14 +95,17 @@ def read_metrics(folder: str | Path, name: str = FILE) -> list[dict]:
     path = Path(folder) / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; train this stage first")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number} is not JSON; delete that line") from None
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # bad JSON, bad UTF-8, absurd nesting
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif number < len(lines):
+            raise ValueError(f"{path}:{number} is not JSON of an object; delete that line")
     return records
 
 

@@ -6,6 +6,8 @@ import os
 from importlib import resources
 from pathlib import Path
 
+LONGEST_NAME = 255  # bytes in the name of a file, on the usual file systems
+
 
 def home() -> Path:
     """The folder that artifacts land in.
@@ -16,7 +18,7 @@ def home() -> Path:
     """
     chosen = os.environ.get("NANORL_HOME")
     if chosen:
-        folder = Path(chosen).expanduser()
+        folder = Path(os.path.expanduser(chosen))
         if not folder.is_absolute():
             raise ValueError(f"NANORL_HOME is a relative path, '{chosen}'; set it to '{folder.absolute()}'")
         return folder
@@ -29,8 +31,9 @@ def home() -> Path:
 def run_dir(run: str) -> Path:
     """The folder of one run: a tokenizer, its data and the stages trained on them."""
     parts = Path(run).parts
-    if not parts or Path(run).is_absolute() or ".." in parts:
-        raise ValueError(f"run '{run}' is not a folder under {home()}; give a plain name such as 'cpu-seed1'")
+    usable = run.isprintable() and all(part != ".." and len(part.encode()) <= LONGEST_NAME for part in parts)
+    if not parts or Path(run).is_absolute() or not usable:
+        raise ValueError(f"run {run!r:.80} is not a folder under {home()}; give a plain name such as 'cpu-seed1'")
     return home() / run
 
 
@@ -42,6 +45,11 @@ def stage_dir(run: str, stage: str) -> Path:
 def data_dir(run: str) -> Path:
     """The folder of a run's tokenized data."""
     return run_dir(run) / "data"
+
+
+def presets() -> list[str]:
+    """The names of the folders of `configs/`."""
+    return sorted(path.parent.name for path in config_file("*", "base").parents[1].glob("*/base.json"))
 
 
 def config_file(preset: str, name: str) -> Path:

@@ -22,9 +22,9 @@ def pick_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
-    if device is None or device.type not in ("cpu", "cuda", "mps"):
+    if not isinstance(name, str) or device is None or device.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"unknown device '{name}'; choose auto, cpu, cuda, cuda:<index> or mps")
     found = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= found[device.type]:

@@ -102,6 +102,7 @@ def _count_words(texts: Iterable[str], pattern: str) -> tuple[list[str], list[in
     compiled = regex.compile(pattern)
     counter: Counter[str] = Counter()
     for text in texts:
+        _utf8(text)
         pieces = compiled.findall(text)
         if sum(map(len, pieces)) != len(text):
             raise ValueError(f"pattern {pattern!r} skips characters of {text[:40]!r}; make it match all")
@@ -227,11 +228,13 @@ class Tokenizer:
             saved = json.loads(path.read_text(encoding="utf-8"))
             if saved["version"] != FILE_VERSION:
                 raise ValueError(f"version {saved['version']!r}, this code reads {FILE_VERSION}")
+            if not isinstance(saved["name"], str) or not isinstance(saved["vocab_size"], int):
+                raise ValueError("its name is no text or its vocab_size no number")
             ranks = {base64.b64decode(token): rank for rank, token in enumerate(saved["ranks"])}
             tokenizer = cls(saved["name"], saved["pattern"], ranks, saved["vocab_size"])
             if tokenizer.hash != saved["sha256"]:
                 raise ValueError("its content does not match its sha256")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}".replace("\n", " ")
             raise ValueError(
                 f"cannot use the tokenizer file {path} ({reason:.150}); make it again"
@@ -270,6 +273,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """`encode` of each text, in order, on several threads (default: one a core, 8 at most)."""
+        if isinstance(texts, str):
+            raise ValueError("texts must be a list of strings, got one string; wrap it in a list")
         for text in texts:
             _utf8(text)
         return self.encoding.encode_ordinary_batch(texts, num_threads=threads or min(8, os.cpu_count() or 1))
@@ -303,7 +308,10 @@ def _ranks_as_text(ranks: dict[bytes, int]) -> list[str]:
 
 
 def _utf8(text: str) -> bytes:
-    """The text as UTF-8. ValueError on a lone surrogate, which tiktoken would silently turn into U+FFFD."""
+    """The text as UTF-8. ValueError on a lone surrogate, which tiktoken would silently turn into U+FFFD, and on what is
+    no text."""
+    if not isinstance(text, str):
+        raise ValueError(f"text must be a str, got {type(text).__name__} {text!r:.40}")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -299,7 +299,7 @@ def test_after_the_last_epoch_it_stops_and_stays_so() -> None:
 def test_too_few_things_are_named() -> None:
     with pytest.raises(ValueError) as error:
         EpochBatches(0, 4, source="the pairs")
-    one_line(error, "the pairs: 0 rows in batches of 4", "too few for 1 processes")
+    one_line(error, "the pairs: no rows to make batches of", "check the data")
     with pytest.raises(ValueError) as error:
         EpochBatches(9, 4, world=4, source="the pairs")
     one_line(error, "the pairs: 9 rows in batches of 4 make a batch of 3, too few for 4 processes", "batch_size 8")

@@ -13,7 +13,7 @@ PACKAGE = Path(nanorl.__file__).parent
 LAYERS = [
     ["paths", "runtime", "distributed", "metrics", "config", "stopping"],
     ["tokenizer", "chat"],
-    ["data.download", "data.tinyworld", "data.corpus", "data.instruct", "data.prompts", "data.preference",
+    ["data.download", "data.tinyworld", "data.store", "data.corpus", "data.instruct", "data.prompts", "data.preference",
      "data.prepare"],
     ["model", "heads", "pretrained"],
     ["objectives.masking", "objectives.logprobs", "objectives.language_model", "objectives.preference",

@@ -15,15 +15,15 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 import torch
 import zstandard
 from tqdm import tqdm
+
+from nanorl.data.store import REMEDY, H5Reader, append, atomic_h5
 
 if TYPE_CHECKING:
     from nanorl.tokenizer import Tokenizer
@@ -34,7 +34,6 @@ BLOCK_DOCUMENTS = 1024  # documents encoded and appended at a time, or fewer ...
 BLOCK_CHARACTERS = 1 << 22  # ... where they are long
 READ_BYTES = 1 << 18
 CHUNK_TOKENS = 1 << 14  # HDF5 chunk: what one random read costs
-REMEDY = "delete it and run `python -m nanorl prepare` again"
 
 
 # ---- reading -------------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ def read_texts(path: str | Path, lines: int | None = None, field: str = "text") 
     Raises FileNotFoundError for a missing path; ValueError naming file and line for a line that is not such
     an object, for text that is not UTF-8 and for a truncated .zst file.
     """
-    for file in _text_files(Path(path).expanduser()):
+    for file in _text_files(Path(os.path.expanduser(path))):
         if file.name.endswith(".txt"):
             yield from _read_pieces(file, lines)
             continue
@@ -81,7 +80,7 @@ def read_records(path: str | Path, lines: int | None = None) -> Iterator[tuple[i
     Raises FileNotFoundError, or ValueError naming file and line where a line is not a JSON object.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{path} does not exist; check the path")
     source = _zst_lines(path) if path.name.endswith(".zst") else _plain_lines(path)
     for number, line in enumerate(source, start=1):
@@ -103,11 +102,11 @@ def read_records(path: str | Path, lines: int | None = None) -> Iterator[tuple[i
 
 
 def _text_files(path: Path) -> list[Path]:
-    if path.is_file():
+    if os.path.isfile(path):
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"{path} is no text file known here; give one of {', '.join(SUFFIXES)}")
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise FileNotFoundError(f"{path} does not exist; check the path")
     files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
     if not files:
@@ -225,73 +224,19 @@ def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
         yield block
 
 
-def append(dataset: h5py.Dataset, values: np.ndarray) -> None:
-    """Grow a resizable dataset along its first axis by `values`."""
-    start = dataset.shape[0]
-    dataset.resize(start + len(values), axis=0)
-    dataset[start:] = values
-
-
-@contextmanager
-def atomic_h5(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that takes its name when the block ends well, and leaves nothing behind else."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(part, "w") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 # ---- batches -------------------------------------------------------------------------------------------
-
-
-class H5Reader:
-    """An HDF5 file opened when a process first reads it: an instance may be pickled, or cross a fork."""
-
-    def __init__(self, path: str | Path, kind: str, tokenizer: Tokenizer | None = None):
-        """Check that the file opens, is of this kind ("tokens" or "rows") and was made with `tokenizer`."""
-        self.path = Path(path)
-        self._file: h5py.File | None = None
-        self._pid = -1
-        if (found := self.file.attrs.get("kind")) != kind:
-            raise ValueError(f"{self.path} is a file of {found}, not of {kind}; {REMEDY}")
-        made_with = self.file.attrs.get("tokenizer_hash")
-        if tokenizer is not None and made_with != tokenizer.hash:
-            raise ValueError(
-                f"{self.path} was made with tokenizer {str(made_with)[:12]}, this one is "
-                f"{tokenizer.hash[:12]}; {REMEDY}"
-            )
-
-    @property
-    def file(self) -> h5py.File:
-        if self._file is None or self._pid != os.getpid():
-            if not self.path.is_file():
-                raise FileNotFoundError(f"{self.path} does not exist; run `python -m nanorl prepare` first")
-            try:
-                self._file, self._pid = h5py.File(self.path, "r"), os.getpid()
-            except OSError as error:
-                reason = str(error).splitlines()[0]
-                raise ValueError(f"{self.path} is damaged or truncated ({reason}); {REMEDY}") from None
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None and self._pid == os.getpid():
-            self._file.close()
-        self._file = None
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_file": None}
 
 
 def token_info(path: str | Path, tokenizer: Tokenizer | None = None) -> dict:
     """What a token file holds: tokens, documents, source_bytes, vocab_size (integers), tokenizer_hash."""
     reader = H5Reader(path, "tokens", tokenizer)
     attrs = reader.file.attrs
-    info = {name: int(attrs[name]) for name in ("documents", "source_bytes", "vocab_size")}
-    info = {"tokens": reader.file["tokens"].shape[0], **info, "tokenizer_hash": str(attrs["tokenizer_hash"])}
+    info = {"tokens": reader.shape[0]}
+    for name in ("documents", "source_bytes", "vocab_size"):
+        if not isinstance(attrs.get(name), np.integer):
+            raise ValueError(f"{path} does not say its {name}; {REMEDY}")
+        info[name] = int(attrs[name])
+    info["tokenizer_hash"] = str(attrs.get("tokenizer_hash"))
     reader.close()
     return info
 
@@ -319,7 +264,7 @@ class TokenBatches:
         self.reader = H5Reader(path, "tokens", tokenizer)
         self.batch_size, self.length, self.seed = batch_size, length, seed
         self.rank, self.world, self.position = rank, world, position
-        self.windows = self.reader.file["tokens"].shape[0] - length  # places where length + 1 tokens fit
+        self.windows = self.reader.shape[0] - length  # places where length + 1 tokens fit
         if self.windows < 1:
             raise ValueError(
                 f"{path} holds {self.windows + length} tokens, less than one window of "
@@ -332,10 +277,9 @@ class TokenBatches:
     def __next__(self) -> dict:
         draw = np.random.default_rng([self.seed, self.position])
         starts = draw.integers(self.windows, size=self.batch_size)[self.rank :: self.world]
-        tokens = self.reader.file["tokens"]
-        rows = np.stack([tokens[start : start + self.length + 1] for start in starts])
+        rows = self.reader.read("tokens", [slice(start, start + self.length + 1) for start in starts])
         self.position += 1
-        return {"tokens": torch.from_numpy(rows.astype(np.int64))}  # (B_local, T+1)
+        return {"tokens": torch.from_numpy(rows)}  # (B_local, T+1)
 
 
 def check_shards(rows: int, world: int) -> None:

@@ -23,7 +23,8 @@ import h5py
 import numpy as np
 import torch
 
-from nanorl.data.corpus import H5Reader, append, atomic_h5, check_shards
+from nanorl.data.corpus import check_shards
+from nanorl.data.store import H5Reader, append, atomic_h5
 
 if TYPE_CHECKING:
     from nanorl.tokenizer import Tokenizer
@@ -151,10 +152,12 @@ class EpochBatches:
         world: int = 1, source: str = "the data",
     ):
         check_shards(batch_size, world)
+        if n < 1:
+            raise ValueError(f"{source}: no rows to make batches of; check the data that they are made from")
         self.n, self.batch_size, self.seed, self.epochs, self.position = n, batch_size, seed, epochs, position
         self.rank, self.world = rank, world
         self.batches_per_epoch = -(-n // batch_size)
-        smallest = n // max(self.batches_per_epoch, 1)
+        smallest = n // self.batches_per_epoch
         if smallest < world:
             raise ValueError(
                 f"{source}: {n} rows in batches of {batch_size} make a batch of {smallest}, too few for {world} "
@@ -198,7 +201,7 @@ class RowBatches(EpochBatches):
         tokenizer: Tokenizer | None = None,
     ):
         self.reader = H5Reader(path, "rows", tokenizer)
-        self.rows, self.row_length = self.reader.file["tokens"].shape
+        self.rows, self.row_length = self.reader.shape
         super().__init__(self.rows, batch_size, seed, epochs, position, rank, world, str(path))
 
     def __next__(self) -> dict:
@@ -207,5 +210,4 @@ class RowBatches(EpochBatches):
         return {**batch, "loss_mask": batch["loss_mask"].bool(), "epoch": epoch}
 
     def _read(self, name: str, rows: np.ndarray) -> torch.Tensor:
-        dataset = self.reader.file[name]
-        return torch.from_numpy(np.stack([dataset[row] for row in rows]).astype(np.int64))  # (B_local, T)
+        return torch.from_numpy(self.reader.read(name, rows))  # (B_local, T)

@@ -15,6 +15,7 @@ other and the prompt is run once for both:
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import zlib
@@ -74,10 +75,10 @@ def load_pairs(
         return tinyworld.preferences(n, split, seed, noise=noise, **given)
     if noise:
         raise ValueError(f"noise {noise} is made for tinyworld's pairs only; set it to 0 for {source}")
-    place = Path(source).expanduser()
-    if place.is_dir():
+    place = Path(os.path.expanduser(source))
+    if os.path.isdir(place):
         pairs = _from_file(_file_in(place, split))
-    elif place.is_file():
+    elif os.path.isfile(place):
         pairs = [pair for pair in _from_file(place) if is_heldout(pair) == (split == "heldout")]
     elif HUB_NAME.fullmatch(source):
         pairs = _from_hub(source, split)

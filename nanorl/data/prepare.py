@@ -9,9 +9,9 @@ goes on with what is missing.
 """
 
 import itertools
+import os
 import random
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -19,7 +19,7 @@ from pydantic import Field
 from nanorl import chat, paths
 from nanorl.config import StageConfig
 from nanorl.data import corpus, instruct, tinyworld
-from nanorl.data.prompts import HUB_NAME, as_document, load_problems, solved_conversation
+from nanorl.data.prompts import HUB_NAME, as_document, hub_rows, load_problems, solved_conversation
 from nanorl.tokenizer import Tokenizer
 
 DEV_ONE_IN = 20  # how much smaller the held-out files are
@@ -33,7 +33,7 @@ class PrepareConfig(StageConfig):
     documents: int = Field(20_000, ge=100, description="documents of the pretraining corpus")
     problem_share: float = Field(0.8, ge=0, le=1, description="share of solved problems in tinyworld's corpus; "
                                  "the rest are stories")
-    corpus: str | None = Field(None, description="other text to pretrain on: a .jsonl, .jsonl.zst or .txt file, a "
+    corpus: str | None = Field(None, min_length=1, description="other text to pretrain on: a .jsonl, .jsonl.zst or .txt file, a "
                                "folder of them, or a hub name (owner/name or owner/name:configuration); None "
                                "makes the corpus from the problems and stories")
     conversations: int = Field(4_000, ge=20, description="conversations for SFT")
@@ -122,10 +122,9 @@ def _mixed(a: Iterable, n_a: int, b: Iterable, n_b: int, seed: int) -> Iterator:
 def _other_text(source: str, split: str, n: int) -> Iterator[str]:
     """`n` texts from files or the hub. One in DEV_ONE_IN is held out, by its place in the source."""
     name, _, subset = source.partition(":")
-    if HUB_NAME.fullmatch(name) and not Path(source).expanduser().exists():
-        import datasets  # slow to import
-
-        texts = (row["text"] for row in datasets.load_dataset(name, subset or None, split="train", streaming=True))
+    if HUB_NAME.fullmatch(name) and not os.path.exists(os.path.expanduser(source)):
+        rows = hub_rows(name, subset or None, "train", "no file or folder", "a text file", streaming=True)
+        texts = (corpus.text_field(row, "text", f"{name} train[{i}]") for i, row in enumerate(rows))
     else:
         texts = corpus.read_texts(source)
     wanted = (text for i, text in enumerate(texts) if (i % DEV_ONE_IN == 0) == (split == "heldout"))

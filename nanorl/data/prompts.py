@@ -10,6 +10,7 @@ Hugging Face hub. `split` is "train" or "heldout"; held-out problems are the tes
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
 HUB_SPLITS = {"train": "train", "heldout": "test"}
 HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets with several configurations: the one meant here
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
-CALCULATOR_MARK = re.compile(r"<<.*?>>")
+CALCULATOR_MARK = re.compile(r"<<[^<\n]*?>>")
 
 
 # ---- loading -------------------------------------------------------------------------------------------
@@ -57,10 +58,10 @@ def load_problems(
         difficulty = {"max_number": max_number, "max_steps": max_steps}
         given = {name: value for name, value in difficulty.items() if value is not None}
         return list(tinyworld.problems(n, split=split, seed=seed, **given))
-    folder = Path(data).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(data))
+    if os.path.isdir(folder):
         problems = _from_file(folder / FILES[split])
-    elif folder.exists():
+    elif os.path.exists(folder):
         raise ValueError(f"{data} is a file; give the folder that holds {' and '.join(FILES.values())}")
     elif HUB_NAME.fullmatch(data):
         problems = _from_hub(data, split)
@@ -86,15 +87,17 @@ def _from_file(path: Path) -> list[dict]:
     return problems
 
 
-def hub_rows(name: str, subset: str | None, split: str, what: str, instead: str) -> Iterable[dict]:
+def hub_rows(
+    name: str, subset: str | None, split: str, what: str, instead: str, **options: bool
+) -> Iterator[dict]:
     """The rows of a split of a data set on the hub; ValueError where there are none to be had. `what` the name is not
-    here, and what could be given `instead`, are for that error."""
+    here, and what could be given `instead`, are for that error; `options` are those of `datasets.load_dataset`."""
     import datasets  # slow to import, and needed by nothing else
 
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        yield from datasets.load_dataset(name, subset, split=split, **options)
     except Exception as error:  # the hub's client raises many kinds: offline, no such name, no such split
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         raise ValueError(f"{name} is {what} here, and the hub gave no {split} split of it ({reason}); check name and "
                          f"network, or give {instead}") from error
 

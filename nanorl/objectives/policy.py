@@ -44,7 +44,7 @@ def clipped_surrogate(
     back, a ratio of 0.5 gives -0.8 and none. Log-ratios are cut at +-20 to keep exp finite.
     Raises ValueError for an unknown level or a negative clip.
     """
-    if clip_low < 0 or clip_high < 0:
+    if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip_low {clip_low}, clip_high {clip_high}: distances from 1, at least 0 each")
     mask = mask.bool()
     advantages = advantages.expand_as(logp).masked_fill(~mask, 0.0)

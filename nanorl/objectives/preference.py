@@ -28,7 +28,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
     Rewards 2 and 2: log 2. Figures: accuracy (a tie is half right) and margin, the difference of rewards.
     Raises ValueError for a negative centre.
     """
-    if centre < 0:
+    if not centre >= 0:
         raise ValueError(f"centre is {centre}; it must be at least 0")
     difference = chosen - rejected
     loss = -F.logsigmoid(difference if margin is None else difference - margin)
@@ -82,7 +82,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float = 0.1) -> Result:
     where odds(p) = p / (1 - p). Mean log-probs log(1/2) and log(1/4): odds 1 and 1/3, so log 2 + weight * log(4/3).
     Figures: accuracy, margin (the log of the odds ratio), nll. Raises ValueError for a negative weight.
     """
-    if weight < 0:
+    if not weight >= 0:
         raise ValueError(f"weight is {weight}; it must be at least 0")
     margin = log_odds(chosen) - log_odds(rejected)
     return -chosen - weight * F.logsigmoid(margin), {
@@ -119,7 +119,7 @@ def kto_loss(
     Raises ValueError for beta at or below 0, negative weights.
     """
     _check_beta(beta)
-    if min(desirable_weight, undesirable_weight) < 0:
+    if not (desirable_weight >= 0 and undesirable_weight >= 0):
         raise ValueError(f"weights {desirable_weight} and {undesirable_weight} must be at least 0")
     ratio, good = logp - ref_logp.detach(), desirable.bool()
     above = ratio - baseline.detach()
