@@ -78,7 +78,7 @@ def _checked(messages: Sequence[Message]) -> Iterable[tuple[str, str]]:
     """Yield (role, content) of each message, or raise a ValueError that says what is wrong with which."""
     if not messages:
         raise ValueError("a conversation needs at least one message, got none")
-    if isinstance(messages, str | dict) or not isinstance(messages, Sequence):
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__} {messages!r:.40}")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():

@@ -230,7 +230,8 @@ def model_from(state: State) -> Transformer | RewardModel:
     try:
         model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
     except (TypeError, RuntimeError, ValidationError) as error:  # RuntimeError: sizes beyond any memory
-        reason = config.one_line_error(error) if isinstance(error, ValidationError) else str(error).splitlines()[0][:120]
+        known = isinstance(error, ValidationError)
+        reason = config.one_line_error(error) if known else str(error).splitlines()[0][:120]
         raise ValueError(f"the {state['stage']} checkpoint describes no model ({reason}); train it again") from None
     if "head.weight" in weights:
         model = RewardModel(model)

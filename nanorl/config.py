@@ -30,8 +30,8 @@ class StageConfig(BaseModel):
 
     preset: str = Field("cpu", description="folder of configs/ that the settings start from")
     run: str | None = Field(None, description="folder under the home folder; None derives its name")
-    label: str | None = Field(None, pattern=r"^[\w-][\w.-]*$", description="name of the stage's folder in the run, to keep "
-                              "trials of a stage apart; None: the stage's own")
+    label: str | None = Field(None, pattern=r"^[\w-][\w.-]*$", description="name of the stage's folder in the run, to "
+                              "keep trials of a stage apart; None: the stage's own")
     data: str = Field("tinyworld", min_length=1, description="word problems: tinyworld (built in), a folder "
                       "with GSM8K-style train.jsonl and test.jsonl, or a hub name such as openai/gsm8k")
     tokenizer: Literal["bpe", "r50k_base"] = Field("bpe", description="bpe (own) or r50k_base (GPT-2's)")

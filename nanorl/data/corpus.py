@@ -23,7 +23,7 @@ import torch
 import zstandard
 from tqdm import tqdm
 
-from nanorl.data.store import REMEDY, H5Reader, append, atomic_h5
+from nanorl.data.store import REMEDY, H5Reader, append, atomic_h5, describe
 
 if TYPE_CHECKING:
     from nanorl.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ def write_tokens(
     documents = source_bytes = 0
     bar = tqdm(desc=path.name, unit="B", unit_scale=True, disable=not progress)
     with atomic_h5(path) as file, bar:
-        tokens = file.create_dataset("tokens", (0,), dtype, maxshape=(None,), chunks=(CHUNK_TOKENS,))
+        tokens = file.create_dataset("tokens", (0,), dtype, maxshape=(None,), chunks=(CHUNK_TOKENS,), fletcher32=True)
         for block in _blocks(texts):
             encoded = tokenizer.encode_batch(block)
             ended = [np.array([*ids, tokenizer.end_of_text], dtype) for ids in encoded]
@@ -201,13 +201,7 @@ def write_tokens(
             bar.update(block_bytes)
         if not source_bytes:
             raise ValueError(f"no text to write to {path}; check the data that it is made from")
-        file.attrs.update(
-            kind="tokens",
-            tokenizer_hash=tokenizer.hash,
-            vocab_size=tokenizer.vocab_size,
-            documents=documents,
-            source_bytes=source_bytes,
-        )
+        describe(file, "tokens", tokenizer, documents=documents, source_bytes=source_bytes)
     return token_info(path)
 
 
@@ -236,7 +230,7 @@ def token_info(path: str | Path, tokenizer: Tokenizer | None = None) -> dict:
         if not isinstance(attrs.get(name), np.integer):
             raise ValueError(f"{path} does not say its {name}; {REMEDY}")
         info[name] = int(attrs[name])
-    info["tokenizer_hash"] = str(attrs.get("tokenizer_hash"))
+    info["tokenizer_hash"] = reader.tokenizer_hash
     reader.close()
     return info
 

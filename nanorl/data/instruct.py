@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nanorl.data.corpus import check_shards
-from nanorl.data.store import H5Reader, append, atomic_h5
+from nanorl.data.store import H5Reader, append, atomic_h5, describe
 
 if TYPE_CHECKING:
     from nanorl.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def pack(
     with atomic_h5(path) as file:
         shape, limit, chunks = (0, row_length), (None, row_length), (8, row_length)
         for name, kind in (("tokens", dtype), ("loss_mask", np.uint8), ("documents", np.int32)):
-            file.create_dataset(name, shape, kind, maxshape=limit, chunks=chunks)
+            file.create_dataset(name, shape, kind, maxshape=limit, chunks=chunks, fletcher32=True)
         rows = _fill(conversations, row_length, count)
         while block := list(islice(rows, BLOCK_ROWS)):
             _write(file, block, row_length, tokenizer.pad)
@@ -97,8 +97,7 @@ def pack(
             learned=count["learned"],
             padding=1 - count["tokens"] / (count["rows"] * row_length),
         )
-        file.attrs.update(kind="rows", tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size)
-        file.attrs.update(asdict(report))
+        describe(file, "rows", tokenizer, **asdict(report))
     return report
 
 

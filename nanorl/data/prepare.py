@@ -33,9 +33,9 @@ class PrepareConfig(StageConfig):
     documents: int = Field(20_000, ge=100, description="documents of the pretraining corpus")
     problem_share: float = Field(0.8, ge=0, le=1, description="share of solved problems in tinyworld's corpus; "
                                  "the rest are stories")
-    corpus: str | None = Field(None, min_length=1, description="other text to pretrain on: a .jsonl, .jsonl.zst or .txt file, a "
-                               "folder of them, or a hub name (owner/name or owner/name:configuration); None "
-                               "makes the corpus from the problems and stories")
+    corpus: str | None = Field(None, min_length=1, description="other text to pretrain on: a .jsonl, .jsonl.zst or "
+                               ".txt file, a folder of them, or a hub name (owner/name or owner/name:configuration); "
+                               "None makes the corpus from the problems and stories")
     conversations: int = Field(4_000, ge=20, description="conversations for SFT")
     skip_reasoning: float = Field(0.65, ge=0, le=1, description="share of solved problems in SFT that state the "
                                   "answer without any reasoning")
