@@ -177,7 +177,7 @@ def checked(name: str, words: list[str], known: dict[str, tuple]) -> list[str]:
         if flag in ("-h", "--help"):
             return ["--help"]
         if not flag.startswith("--"):
-            raise ValueError(f"unexpected '{word}'; see python -m nanorl {name} --help")
+            raise ValueError(f"unexpected {config.shown(word)}; see python -m nanorl {name} --help")
         config.check_names([flag], flags, "flag")
         if flag.removeprefix("--").removeprefix("no-").replace("-", "_") in switches:
             if equals:

@@ -30,7 +30,7 @@ def setup(device: torch.device) -> torch.device:
 
     May be called again. ValueError where a machine has fewer GPUs than processes, or the device is mps.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if started_by_torchrun() == 1:
         return device
     if device.type == "mps":
         raise ValueError("device 'mps' runs one process only; use --nproc 1 or --device cpu")
@@ -45,6 +45,14 @@ def setup(device: torch.device) -> torch.device:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30),
                                 device_id=device if device.type == "cuda" else None)
     return device
+
+
+def started_by_torchrun() -> int:
+    """How many processes `torchrun` says there are, by WORLD_SIZE; 1 without it. ValueError where that is no number."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"WORLD_SIZE is '{text}' here, torchrun sets it to a number of processes; unset it")
+    return int(text)
 
 
 def close() -> None:

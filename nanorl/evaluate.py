@@ -67,8 +67,10 @@ def answer(
 
     form: "chat" asks in the chat template, "think" also opens the reply with <think>, so that the model is made
     to reason, "document" begins a document. The sampled text of problem i depends on `seed` and on the problems
-    in its batch, not on the number of ranks.
+    in its batch, not on the number of ranks. ValueError where there are no problems, or `group` is below 1.
     """
+    if not problems or group < 1:
+        raise ValueError(f"{len(problems)} problems and a group of {group}; give at least one of each")
     stop = tokenizer.end_of_text if form == "document" else tokenizer.end_of_turn
     prompts = [prompt_of(tokenizer, problem, form) for problem in problems]
     fits = [i for i, prompt in enumerate(prompts) if len(prompt) < model.cfg.context_length]
@@ -203,7 +205,9 @@ def is_finished(cfg: StageConfig, stage: str) -> bool:
 
 
 def format_table(records: list[dict]) -> str:
-    """The records as a table for reading, accuracies in percent."""
+    """The records as a table for reading, accuracies in percent. ValueError where there are none."""
+    if not records:
+        raise ValueError("there are no records to make a table of; judge a finished stage first")
     head = ("stage", "greedy (95% interval)", "sampled", "pass@8", "made to reason", "format", "tokens", "minutes")
     rows = [head]
     for r in records:

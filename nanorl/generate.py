@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanorl import runtime
-from nanorl.model import KVCache, Transformer
+from nanorl.model import KVCache, ModelConfig, Transformer
 from nanorl.stopping import check
 
 LEAVE_AT = 0.9  # rows leave in batches: once fewer than this share of the rows at hand is still writing
@@ -35,7 +35,7 @@ class Sampling:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}: "
                 "temperature and top_k must be at least 0, top_p above 0 and at most 1"
@@ -90,10 +90,10 @@ def generate(
     before top-k and top-p cut it. `on_token` is called with each token of the first row as it comes.
     Stops at `max_new_tokens`, or where a row fills the context.
 
-    Raises ValueError for a prompt that is empty or leaves no room in the context; `GivenUp` where a run that listens
-    for it (see `stopping`) has been asked to stop.
+    Raises ValueError for a prompt that is empty, leaves no room in the context or has unknown ids; `GivenUp` where a
+    run that listens for it (see `stopping`) has been asked to stop.
     """
-    check_prompts(prompts, model.cfg.context_length)
+    check_prompts(prompts, group, model.cfg)
     device = model.device
     tokens, mask = left_pad(prompts, pad, device)
     B = len(prompts) * group
@@ -196,15 +196,21 @@ def left_pad(prompts: list[list[int]], pad: int, device: torch.device) -> tuple[
     return tokens, mask
 
 
-def check_prompts(prompts: list[list[int]], context_length: int) -> None:
-    """Raises ValueError unless every prompt has a token and leaves room for one more."""
+def check_prompts(prompts: list[list[int]], group: int, cfg: ModelConfig) -> None:
+    """Raises ValueError unless every prompt has a token, leaves room for one more, and has known ids only."""
+    if group < 1:
+        raise ValueError(f"group is {group}; it must be at least 1")
     if not prompts:
         raise ValueError("no prompts to complete; give at least one")
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {i} is empty; it needs at least one token")
-        if len(prompt) >= context_length:
+        if len(prompt) >= cfg.context_length:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, and the context holds {context_length}, "
+                f"prompt {i} has {len(prompt)} tokens, and the context holds {cfg.context_length}, "
                 "response included; shorten the prompt"
             )
+        if not 0 <= min(prompt) <= max(prompt) < cfg.vocab_size:
+            odd = next(token for token in prompt if not 0 <= token < cfg.vocab_size)
+            raise ValueError(f"prompt {i} has id {odd}, the model knows 0 to {cfg.vocab_size - 1}; encode it with the "
+                             "model's own tokenizer")

@@ -65,7 +65,7 @@ def launch(train: Train, cfg: StageConfig, nproc: int = 1) -> Iterator[dict]:
     that `torchrun` started runs `train` itself, as one of torchrun's. Raises what `train` raises, or, with several
     processes, one WorkerError for the first of them that failed.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = distributed.started_by_torchrun()
     if nproc < 1:
         raise ValueError(f"nproc is {nproc}; it must be at least 1")
     if nproc > 1 and world > 1:

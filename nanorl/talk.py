@@ -63,7 +63,7 @@ class Talk:
         else:
             messages = self._remembered([*self.messages, {"role": "user", "content": text}])
             prompt, opening = self._encoded(messages), "<think>" if cfg.think else ""
-        check_prompts([prompt], self.model.cfg.context_length)
+        check_prompts([prompt], 1, self.model.cfg)
         pieces = Pieces(tokenizer, out)
         out(opening)
         with runtime.autocast(self.model.device, cfg.precision):

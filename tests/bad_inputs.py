@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from nanorl import chat, config, evaluate, launch, notebook, paths, runtime
+from nanorl import chat, config, distributed, evaluate, launch, notebook, paths, runtime
 from nanorl.__main__ import checked, commands, main, parse
 from nanorl.data import corpus, prompts
 from nanorl.data.preference import as_pair, encode_pairs, split_transcript
@@ -147,6 +147,8 @@ SETTINGS = [
       for n in (0, -2)),
     bad("launch.launch", "a function of a notebook", lambda _: list(launch.launch(lambda cfg: [], None, 2)),
         "in a module"),
+    *(bad("distributed.started_by_torchrun", repr(x), env(lambda _: distributed.started_by_torchrun(), WORLD_SIZE=x),
+          "WORLD_SIZE is", "unset it") for x in ("", "x", "0", "-1", "1.5")),
     bad("launch.launch", "nproc under torchrun", env(lambda _: list(launch.launch(nothing, None, 2)), WORLD_SIZE="2"),
         "leave nproc 2 out"),
 ]

@@ -6,7 +6,7 @@ import torch
 from bad_inputs import INF, LONG, NAN, absent, bad, right
 from torch import nn
 
-from nanorl import generate, metrics, optim, statistics
+from nanorl import evaluate, generate, metrics, optim, statistics
 from nanorl.data import corpus, download, prompts, tinyworld
 from nanorl.data.instruct import EpochBatches
 from nanorl.data.preference import load_pairs
@@ -26,11 +26,17 @@ ONE, TOKENS = torch.ones(2, 3), torch.zeros(1, 3, dtype=torch.long)
 NUMBERS = [
     *(bad("generate.Sampling", f"{name} {value}", lambda _, name=name, value=value: generate.Sampling(**{name: value}),
         name)
-      for name, value in (("temperature", -1), ("top_p", 0), ("top_p", NAN), ("top_p", 1.1), ("top_k", -1),
-                          ("max_new_tokens", 0))),
+      for name, value in (("temperature", -1), ("temperature", NAN), ("top_p", 0), ("top_p", NAN), ("top_p", 1.1),
+                          ("top_k", -1), ("max_new_tokens", 0))),
     bad("generate.generate", "an empty prompt", lambda _: sampled([]), "prompt 0 is empty"),
     bad("generate.generate", "longer than the context", lambda _: sampled([1] * 8), "8 tokens", "shorten the prompt"),
-    bad("generate.check_prompts", "none", lambda _: generate.check_prompts([], 8), "give at least one"),
+    bad("generate.check_prompts", "none", lambda _: generate.check_prompts([], 1, model().cfg), "give at least one"),
+    *(bad("generate.generate", f"id {i}", lambda _, i=i: sampled([1, i, 2]), f"id {i}", "0 to 264") for i in (-1, 265)),
+    *(bad("generate.generate", f"group {n}", lambda _, n=n: generate.generate(
+        model(), [[1]], generate.Sampling(2), 260, 256, n), f"group is {n}") for n in (0, -1)),
+    bad("evaluate.answer", "no problems", lambda _: evaluate.answer(model(), None, [], generate.Sampling(2)),
+        "at least one"),
+    bad("evaluate.format_table", "no records", lambda _: evaluate.format_table([]), "no records"),
     bad("model.Transformer.forward_hidden", "too long", lambda _: model()(torch.zeros(1, 9, dtype=torch.long)),
         "9 tokens"),
     bad("model.Transformer.forward_hidden", "mask and documents", lambda _: model()(

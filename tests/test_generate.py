@@ -258,7 +258,8 @@ def test_prompts_are_padded_on_the_left():
     ([[1], [2] * 24], "prompt 1 has 24 tokens, and the context holds 24, response included; shorten the prompt"),
 ])
 def test_prompts_that_cannot_be_completed(prompts, message):
-    for call in (lambda: check_prompts(prompts, CONTEXT), lambda: run(sharp_model(), prompts, Sampling(3))):
+    model = sharp_model()
+    for call in (lambda: check_prompts(prompts, 1, model.cfg), lambda: run(model, prompts, Sampling(3))):
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value) == message

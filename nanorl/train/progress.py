@@ -91,7 +91,7 @@ def restore(
     """Put a run back to the checkpoint that `cfg.resume` means; a new run where it means none.
 
     `source` is where batches come from; its `position` is set. Raises ValueError where the checkpoint has another
-    shape or tokenizer, FileNotFoundError where there is none.
+    shape, stage or tokenizer, or only weights, FileNotFoundError where there is none.
     """
     state = checkpoint.to_resume(cfg.resume, cfg.folder)
     if state is None:
@@ -99,6 +99,8 @@ def restore(
     if state["stage"] != cfg.stage:
         raise ValueError(f"{cfg.resume} is a checkpoint of stage {state['stage']}, this is {cfg.stage}; resume from "
                          f"one of {cfg.stage}'s own")
+    if missing := [name for name in ("optimizer_state_dict", "rng", "position") if name not in state]:
+        raise ValueError(f"{cfg.resume} cannot be resumed from, it has no {missing[0]!r}; start without resume")
     checkpoint.check_same_shape(state, model.cfg.model_dump(), tokenizer.hash)
     checkpoint.load_weights(model, state["model_state_dict"])
     optimizers.load_state_dict(state["optimizer_state_dict"])
