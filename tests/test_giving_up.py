@@ -12,9 +12,14 @@ from tiny_run import STAGES, config_of, left_behind, new_home, same, without_tim
 
 from nanorl import checkpoint, distributed, generate, stopping
 from nanorl.metrics import read_metrics
-from nanorl.train import supervised
+from nanorl.train import ppo, progress, rl, supervised
 
-SAMPLING = ("ppo", "grpo")  # cut short at a token; the others between batches
+PLACES = [  # who asks whether to go on: for a token, a part to score, a micro-batch; for a group of those, or a look
+    ("ppo", "check", (generate, rl, ppo)), ("ppo", "check", (progress,)), ("grpo", "check", (generate, rl)),
+    ("grpo", "check", (progress,)), ("sft", "together", (progress, supervised)),
+    ("kto", "together", (progress, supervised)),
+]
+CHANGES = {"ppo": dict(micro_prompts=2), "grpo": dict(micro_prompts=2, epochs=2, kl_coef=0.1), "sft": {}, "kto": {}}
 
 
 class Asking:
@@ -42,19 +47,19 @@ def run_through(cfg) -> None:
         list(STAGES[cfg.stage][0](cfg.model_copy(update={"resume": resume})))
 
 
-@pytest.mark.parametrize("stage", ["ppo", "grpo", "sft", "kto"])
-def test_given_up_anywhere_and_resumed_it_is_the_same(tmp_path, monkeypatch, stage):
-    where, name = (generate, "check") if stage in SAMPLING else (supervised, "together")
-    new_home(tmp_path, monkeypatch)
-    asking = Asking(getattr(where, name))
-    monkeypatch.setattr(where, name, asking)
-    run_through(config_of(stage))
-    expected, calls = left_behind(stage), asking.calls
-    for at in sorted({1, 2, calls // 3, calls // 2, calls - 1, calls}):  # the last are in the look after the last step
+@pytest.mark.parametrize(("stage", "name", "modules"), PLACES)
+def test_given_up_anywhere_and_resumed_it_is_the_same(tmp_path, monkeypatch, stage, name, modules):
+    def left_by_one_asked_at(at: int | None) -> tuple[dict, int]:
         new_home(tmp_path, monkeypatch)
-        monkeypatch.setattr(where, name, Asking(asking.function, at))
-        run_through(config_of(stage))
-        assert same(left_behind(stage), expected), f"stopped at {at} of {calls}"
+        asking = Asking(getattr(stopping, name), at)
+        for module in modules:
+            monkeypatch.setattr(module, name, asking)
+        run_through(config_of(stage, **CHANGES[stage]))
+        return left_behind(stage), asking.calls
+
+    expected, calls = left_by_one_asked_at(None)
+    for at in sorted({1, calls - 1, calls, *range(2, calls, calls // 8 + 1)}):
+        assert same(left_by_one_asked_at(at)[0], expected), f"stopped at {at} of {calls}"
 
 
 def cut_short(cfg, step: int, monkeypatch) -> dict:

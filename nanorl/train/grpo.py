@@ -35,7 +35,7 @@ from nanorl.optim import Optimizers, clip_and_step
 from nanorl.rewards.verifiers import gsm8k_reward
 from nanorl.rollout import Rollout, group_rows, merge, recompute_logprobs
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import guard, restore, session, training_forward
+from nanorl.train.progress import accumulate, guard, restore, session, training_forward
 from nanorl.train.rl import (
     Clock,
     RLConfig,
@@ -47,7 +47,6 @@ from nanorl.train.rl import (
     over_all_ranks,
     precision_drift,
     reference_of,
-    sync_last,
     token_sums,
     watch,
 )
@@ -115,6 +114,8 @@ def train(cfg: GRPOConfig) -> Iterator[dict]:
                 sampled |= precision_drift(cfg, policy, rollout, device)
             clock.lap("score")
             # 4. update on minibatches of whole groups
+            if cfg.epochs * cfg.minibatches > 1:
+                run.remember_weights()
             lr, updates = cfg.set_lr(optimizers, progress.step), []
             for prompts in minibatches(cfg, rollout, progress.step):
                 updates.append(update(cfg, forward, policy, optimizers, rollout, advantages, reference_logprobs,
@@ -178,20 +179,18 @@ def update(
         prompts = prompts[teaches] if teaches.any() else prompts[:1]  # a rank takes part even with nothing to say
     sums, loss = Counter(), 0.0
     optimizers.zero_grad()
-    micros = prompts.split(cfg.micro_prompts)
-    for i, some in enumerate(micros):
+    for some in accumulate(forward, prompts.split(cfg.micro_prompts)):
         micro, rows = rollout.select(some), group_rows(some, cfg.group)
         mask = whole[rows, : micro.tokens.size(1) - 1]
-        with sync_last(forward, i, len(micros)):
-            with runtime.autocast(device, cfg.precision):
-                logprobs, entropy = recompute_logprobs(forward, policy.lm_head, micro, cfg.temperature)
-            per_token, seen = grpo_loss(
-                logprobs, micro.logprobs, advantages[rows, None], mask,
-                None if reference_logprobs is None else reference_logprobs[rows, : mask.size(1)],
-                cfg.kl_coef, cfg.kl_kind, cfg.clip_low, cfg.clip_high, cfg.ratio_level,
-            )
-            share = reduce(per_token, mask, cfg.reduction, count)
-            (share * distributed.world_size()).backward()  # DDP averages over ranks, and the count is global already
+        with runtime.autocast(device, cfg.precision):
+            logprobs, entropy = recompute_logprobs(forward, policy.lm_head, micro, cfg.temperature)
+        per_token, seen = grpo_loss(
+            logprobs, micro.logprobs, advantages[rows, None], mask,
+            None if reference_logprobs is None else reference_logprobs[rows, : mask.size(1)],
+            cfg.kl_coef, cfg.kl_kind, cfg.clip_low, cfg.clip_high, cfg.ratio_level,
+        )
+        share = reduce(per_token, mask, cfg.reduction, count)
+        (share * distributed.world_size()).backward()  # DDP averages over ranks, and the count is global already
         loss += share.detach()
         drift = (logprobs.detach() - micro.logprobs).abs()
         kl = seen.get("kl", torch.zeros_like(drift))

@@ -34,8 +34,9 @@ from nanorl.objectives.policy import clipped_surrogate, clipped_value_loss, kl_e
 from nanorl.optim import Optimizers, clip_and_step
 from nanorl.rewards.verifiers import gsm8k_reward
 from nanorl.rollout import Rollout, group_rows, pack_groups, recompute_with_values
+from nanorl.stopping import check, together
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import guard, restore, session, training_forward
+from nanorl.train.progress import accumulate, guard, restore, session, training_forward
 from nanorl.train.rl import (
     Clock,
     RLConfig,
@@ -49,7 +50,6 @@ from nanorl.train.rl import (
     over_all_ranks,
     precision_drift,
     reference_of,
-    sync_last,
     token_sums,
     watch,
 )
@@ -133,6 +133,8 @@ def train(cfg: PPOConfig) -> Iterator[dict]:
                 sampled |= precision_drift(cfg, policy, rollout, device)
             clock.lap("score")
             # 4. update on minibatches, for some epochs
+            if cfg.epochs * cfg.minibatches > 1:
+                run.remember_weights()
             lr, updates = cfg.set_lr(optimizers, progress.step), []
             for prompts in minibatches(cfg, rollout, progress.step):
                 updates.append(update(cfg, forward, model, optimizers, rollout, experience, kl_coef[0], prompts,
@@ -171,8 +173,9 @@ def sample(
 def learned_rewards(cfg: PPOConfig, judge: RewardModel, rollout: Rollout) -> Tensor:
     """The reward model's reward (B,) of each response."""
     rewards = []
-    for some in torch.arange(len(rollout.problems)).split(cfg.micro_prompts):
-        with runtime.autocast(judge.device, cfg.precision):
+    with together(), runtime.autocast(judge.device, cfg.precision):
+        for some in torch.arange(len(rollout.problems)).split(cfg.micro_prompts):
+            check()
             rewards.append(reply_rewards(judge, *pack_groups(rollout.select(some)), cfg.group).flatten())
     return torch.cat(rewards)
 
@@ -219,24 +222,22 @@ def update(
     count = distributed.sum_over_ranks(int(rollout.response_mask[group_rows(prompts, cfg.group)].sum()))
     sums, loss = Counter(), 0.0
     optimizers.zero_grad()
-    micros = prompts.split(cfg.micro_prompts)
-    for i, some in enumerate(micros):
+    for some in accumulate(forward, prompts.split(cfg.micro_prompts)):
         micro, rows = rollout.select(some), group_rows(some, cfg.group)
         mask = micro.response_mask
         then = {name: None if x is None else x[rows, : mask.size(1)] for name, x in vars(experience).items()}
-        with sync_last(forward, i, len(micros)):
-            with runtime.autocast(device, cfg.precision):
-                logprobs, entropy, values = recompute_with_values(forward, model.policy.lm_head, micro, cfg.temperature,
-                                                                  entropy_gradient=cfg.entropy_coef > 0)
-            per_token, seen = clipped_surrogate(logprobs, micro.logprobs, then["advantages"], mask, cfg.clip_low,
-                                                cfg.clip_high)
-            value_loss, value_seen = clipped_value_loss(values, then["values"], then["returns"], mask,
-                                                        cfg.value_clip or None)
-            per_token = per_token + cfg.value_coef * value_loss - cfg.entropy_coef * entropy
-            if cfg.kl_in == "loss" and then["reference_logprobs"] is not None:
-                per_token = per_token + kl_coef * kl_estimate(logprobs, then["reference_logprobs"], "k3", mask)
-            share = reduce(per_token, mask, "token", count)
-            (share * distributed.world_size()).backward()  # DDP averages over ranks, and the count is global already
+        with runtime.autocast(device, cfg.precision):
+            logprobs, entropy, values = recompute_with_values(forward, model.policy.lm_head, micro, cfg.temperature,
+                                                              entropy_gradient=cfg.entropy_coef > 0)
+        per_token, seen = clipped_surrogate(logprobs, micro.logprobs, then["advantages"], mask, cfg.clip_low,
+                                            cfg.clip_high)
+        value_loss, value_seen = clipped_value_loss(values, then["values"], then["returns"], mask,
+                                                    cfg.value_clip or None)
+        per_token = per_token + cfg.value_coef * value_loss - cfg.entropy_coef * entropy
+        if cfg.kl_in == "loss" and then["reference_logprobs"] is not None:
+            per_token = per_token + kl_coef * kl_estimate(logprobs, then["reference_logprobs"], "k3", mask)
+        share = reduce(per_token, mask, "token", count)
+        (share * distributed.world_size()).backward()  # DDP averages over ranks, and the count is global already
         loss += share.detach()
         moved = kl_estimate(micro.logprobs, logprobs.detach(), "k3", mask)
         sums.update(token_sums({

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from nanorl import checkpoint, distributed, runtime, storage
 from nanorl.config import StageConfig
 from nanorl.metrics import Metrics
 from nanorl.optim import Optimizers, build_optimizers, schedule
-from nanorl.stopping import GivenUp, Stop, listening
+from nanorl.stopping import GivenUp, Stop, check, listening, together
 from nanorl.tokenizer import Tokenizer
 
 
@@ -124,13 +124,19 @@ class Run:
     stop: Stop
     look: Callable[[], dict]  # figures of held-out data
     before: tuple[dict, int] = field(init=False)  # the generators and the position of `source` as the last step left
+    weights: tuple[dict, dict] | None = None  # model and optimizers as the last step left them, once they are changed
 
     def __post_init__(self):
         self.remember()
 
     def remember(self) -> None:
         """Note where the next step begins, for `give_up`."""
-        self.before = runtime.rng_state(), self.source.position
+        self.before, self.weights = (runtime.rng_state(), self.source.position), None
+
+    def remember_weights(self) -> None:
+        """Copy model and optimizers to main memory, so that a step of several updates can be given up after the first
+        of them."""
+        self.weights = in_memory(self.model.state_dict()), in_memory(self.optimizers.state_dict())
 
     def close_step(self, record: dict, samples: Sequence[dict] = ()) -> Iterator[dict]:
         """Look at held-out data where that is due, log the step, save where that is due or the run has been asked to
@@ -159,6 +165,9 @@ class Run:
         """Leave in the middle of a step, as if it had not begun, or of a look, which is then still to be made."""
         state, self.source.position = self.before
         runtime.set_rng_state(state)
+        if self.weights:
+            self.model.load_state_dict(self.weights[0])
+            self.optimizers.load_state_dict(self.weights[1])
         if self.progress.step:
             self.save()
         self.stop.leave(self.cfg.how_to_resume(self.progress.step))
@@ -208,6 +217,27 @@ def guard(cfg: OptimConfig, record: dict, source: Any) -> None:
         raise FloatingPointError(f"{what}; lower lr, or look at that batch")
     if distributed.is_main():
         warnings.warn(what, stacklevel=2)
+
+
+def accumulate(forward: nn.Module, parts: Iterable[Any]) -> Iterator[Any]:
+    """The parts of one optimizer step, one after the other, for a forward and a backward each: ranks meet in the last
+    backward, and before it they can give the step up together."""
+    *others, last = parts
+    with together():
+        for part in others:
+            check()
+            with distributed.no_sync(forward):
+                yield part
+    yield last
+
+
+def in_memory(state: Any) -> Any:
+    """A copy of a state dict, its tensors in main memory."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: in_memory(value) for name, value in state.items()}
+    return [in_memory(value) for value in state] if isinstance(state, list) else state
 
 
 def training_forward(cfg: OptimConfig, model: nn.Module, device: torch.device) -> nn.Module:

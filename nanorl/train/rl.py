@@ -3,12 +3,11 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanorl import distributed, runtime
 from nanorl.data.prompts import check_disjoint, load_problems
@@ -18,7 +17,7 @@ from nanorl.model import Transformer
 from nanorl.objectives.masking import masked_sum
 from nanorl.rewards.monitors import Monitor, hollow, repetition
 from nanorl.rollout import RewardFn, Rollout, assemble, group_rows, problem_prompt, recompute_logprobs, score, that_fit
-from nanorl.stopping import together
+from nanorl.stopping import check, together
 from nanorl.tokenizer import Tokenizer
 from nanorl.train.progress import OptimConfig
 
@@ -118,10 +117,12 @@ def in_parts(
 ) -> Tensor:
     """`f`, which gives (B', T'-1) tensors, of the whole rollout, `size` prompts at a time, without gradients."""
     result = torch.zeros_like(rollout.logprobs)
-    for some in torch.arange(len(rollout.problems)).split(size):
-        with runtime.autocast(device, precision):
-            part = f(rollout.select(some))
-        result[group_rows(some, rollout.group).to(result.device), : part.size(1)] = part
+    with together():
+        for some in torch.arange(len(rollout.problems)).split(size):
+            check()
+            with runtime.autocast(device, precision):
+                part = f(rollout.select(some))
+            result[group_rows(some, rollout.group).to(result.device), : part.size(1)] = part
     return result
 
 
@@ -142,11 +143,6 @@ def minibatches(cfg: RLConfig, rollout: Rollout, step: int) -> Iterator[Tensor]:
         order = torch.randperm(n, generator=runtime.generator(cfg.seed, step, epoch))
         for part in order.tensor_split(cfg.minibatches):
             yield part if len(part) else order[:1]
-
-
-def sync_last(forward: nn.Module, i: int, n: int) -> AbstractContextManager:
-    """Gradients are averaged over ranks in the last of `n` backwards only."""
-    return distributed.no_sync(forward) if i + 1 < n else nullcontext()
 
 
 def token_sums(figures: dict[str, Tensor], mask: Tensor) -> dict[str, float]:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from nanorl import distributed, runtime
 from nanorl.optim import clip_and_step
-from nanorl.stopping import check, together
+from nanorl.stopping import together
 from nanorl.tokenizer import Tokenizer
-from nanorl.train.progress import OptimConfig, guard, restore, session, training_forward
+from nanorl.train.progress import OptimConfig, accumulate, guard, restore, session, training_forward
 
 
 class SupervisedConfig(OptimConfig):
@@ -62,14 +62,6 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
     optimizers = cfg.build_optimizers(model)
     progress = restore(cfg, model, job.tokenizer, optimizers, job.batches)
     forward = training_forward(cfg, model, device)
-
-    def backward(micro: dict, count: int) -> dict[str, Tensor]:
-        """Add a micro-batch's share of the loss to the gradient; its losses and figures."""
-        with runtime.autocast(device, cfg.precision):
-            losses, figures = job.losses(forward, micro)
-        (losses.sum() / max(count, 1) * world).backward()  # DDP averages over ranks, and the count is global already
-        return {"loss": losses, **figures}
-
     with session(cfg, model, job.tokenizer, optimizers, job.batches, progress, job.parent,
                  partial(held_out, cfg, job, device)) as run:
         yield from run.close_open_step()
@@ -82,12 +74,12 @@ def train(cfg: SupervisedConfig, job: Job, device: torch.device) -> Iterator[dic
             # 3. losses, micro-batch by micro-batch; ranks meet in the last backward
             optimizers.zero_grad()
             sums: dict[str, Tensor] = {}
-            *others, last = split(batch, cfg.micro_batch_size)
-            with together(), distributed.no_sync(forward):
-                for micro in others:
-                    check()
-                    add_sums(sums, backward(micro, count))
-            add_sums(sums, backward(last, count))
+            for micro in accumulate(forward, split(batch, cfg.micro_batch_size)):
+                with runtime.autocast(device, cfg.precision):
+                    losses, figures = job.losses(forward, micro)
+                share = losses.sum() / max(count, 1)
+                (share * world).backward()  # DDP averages over ranks, and the count is global already
+                add_sums(sums, {"loss": losses, **figures})
             # 4. step
             lr = cfg.set_lr(optimizers, progress.step)
             grad_norm = clip_and_step(model, optimizers, cfg.max_grad_norm)
