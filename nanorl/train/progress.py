@@ -124,19 +124,21 @@ class Run:
     stop: Stop
     look: Callable[[], dict]  # figures of held-out data
     before: tuple[dict, int] = field(init=False)  # the generators and the position of `source` as the last step left
-    weights: tuple[dict, dict] | None = None  # model and optimizers as the last step left them, once they are changed
+    weights: list[dict] = field(default_factory=list)  # copies of model and optimizers as the last step left them
+    changed: bool = False  # whether a step that has begun may have changed them since
 
     def __post_init__(self):
         self.remember()
 
     def remember(self) -> None:
         """Note where the next step begins, for `give_up`."""
-        self.before, self.weights = (runtime.rng_state(), self.source.position), None
+        self.before, self.changed = (runtime.rng_state(), self.source.position), False
 
     def remember_weights(self) -> None:
         """Copy model and optimizers to main memory, so that a step of several updates can be given up after the first
         of them."""
-        self.weights = in_memory(self.model.state_dict()), in_memory(self.optimizers.state_dict())
+        self.weights = copied([self.model.state_dict(), self.optimizers.state_dict()], self.weights)
+        self.changed = True
 
     def close_step(self, record: dict, samples: Sequence[dict] = ()) -> Iterator[dict]:
         """Look at held-out data where that is due, log the step, save where that is due or the run has been asked to
@@ -165,7 +167,7 @@ class Run:
         """Leave in the middle of a step, as if it had not begun, or of a look, which is then still to be made."""
         state, self.source.position = self.before
         runtime.set_rng_state(state)
-        if self.weights:
+        if self.changed:
             self.model.load_state_dict(self.weights[0])
             self.optimizers.load_state_dict(self.weights[1])
         if self.progress.step:
@@ -231,13 +233,17 @@ def accumulate(forward: nn.Module, parts: Iterable[Any]) -> Iterator[Any]:
     yield last
 
 
-def in_memory(state: Any) -> Any:
-    """A copy of a state dict, its tensors in main memory."""
+def copied(state: Any, old: Any = None) -> Any:
+    """A copy of nested dicts and lists whose tensors are in main memory: those of an `old` copy, if it fits."""
     if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (state.shape, state.dtype)
+        return old.copy_(state) if fits else state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
-        return {name: in_memory(value) for name, value in state.items()}
-    return [in_memory(value) for value in state] if isinstance(state, list) else state
+        return {name: copied(value, old.get(name) if isinstance(old, dict) else None) for name, value in state.items()}
+    if isinstance(state, list):
+        old = old if isinstance(old, list) and len(old) == len(state) else [None] * len(state)
+        return [copied(value, before) for value, before in zip(state, old, strict=True)]
+    return state
 
 
 def training_forward(cfg: OptimConfig, model: nn.Module, device: torch.device) -> nn.Module:
