@@ -61,8 +61,7 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 def latest(folder: str | Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
+    return next(reversed(list_checkpoints(folder)), None)
 
 
 def prune(folder: str | Path, keep_last: int) -> None:
@@ -75,12 +74,13 @@ def prune(folder: str | Path, keep_last: int) -> None:
 
 
 def resolve_resume(resume: str | None, folder: str | Path) -> Path | None:
-    """The checkpoint that a `resume` setting means: None, "latest" (of `folder`), a file, or another folder.
+    """The checkpoint that a `resume` setting means: None, "latest" (of `folder`), "auto" (that too, or None where
+    there is none yet), a file, or another folder.
 
     A bare name such as step_000100.pt is looked for in `folder` too. FileNotFoundError if there is none.
     """
-    if not resume:
-        return None
+    if not resume or resume == "auto":
+        return latest(folder) if resume else None
     if resume == "latest":
         path, place = latest(folder), Path(folder)
     else:
@@ -98,12 +98,15 @@ def to_resume(resume: str | None, folder: str | Path) -> State | None:
     """The state that a `resume` setting means, or None.
 
     Where it names a folder and the newest checkpoint there is damaged, the newest that is not is taken, with a
-    warning of each that is passed over. ValueError where all are damaged, or a file that is named itself is.
+    warning of each that is passed over. ValueError where all are damaged, or a file that is named itself is, and
+    where torchrun has restarted a run that would begin anew over what it has saved.
     """
     path = resolve_resume(resume, folder)
     if path is None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and latest(folder):
+            raise ValueError(f"restarted, this run would begin anew over what is saved in {folder}; use --resume auto")
         return None
-    if resume != "latest" and not os.path.isdir(os.path.expanduser(resume)):
+    if resume not in ("latest", "auto") and not os.path.isdir(os.path.expanduser(resume)):
         return load(path)
     damaged: list[str] = []
     for each in reversed(list_checkpoints(path.parent)):
@@ -154,8 +157,7 @@ def export(state: State, path: str | Path) -> Path:
     weights = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
                for name, value in _clean_names(state["model_state_dict"]).items()}
     metadata = {"format": "pt", "stage": str(state["stage"]), "step": str(state["step"]),
-                "model_cfg": json.dumps(plain(state["model_cfg"])),
-                "tokenizer_hash": str(state.get("tokenizer_hash"))}
+                "model_cfg": json.dumps(plain(state["model_cfg"])), "tokenizer_hash": str(state.get("tokenizer_hash"))}
     with storage.whole_file(path) as file:
         file.write(safetensors.torch.save(weights, metadata))
     return path
@@ -193,8 +195,7 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> State:
         raise
     except Exception as error:                       # a damaged file can make the reader raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:80]
-        raise ValueError(f"checkpoint {path} is truncated or damaged ({reason}); "
-                         f"{_fall_back(path)}") from None
+        raise ValueError(f"checkpoint {path} is truncated or damaged ({reason}); {_fall_back(path)}") from None
     if wrong := _what_is_wrong(state):
         raise ValueError(f"{path} is not a checkpoint of nanorl ({wrong}); {_fall_back(path)}")
     return state
@@ -230,8 +231,7 @@ def model_from(state: State) -> Transformer | RewardModel:
     try:
         model: Transformer | RewardModel = Transformer(ModelConfig(**state["model_cfg"]))
     except (TypeError, RuntimeError, ValidationError) as error:  # RuntimeError: sizes beyond any memory
-        known = isinstance(error, ValidationError)
-        reason = config.one_line_error(error) if known else str(error).splitlines()[0][:120]
+        reason = config.one_line_error(error) if isinstance(error, ValidationError) else str(error).splitlines()[0][:99]
         raise ValueError(f"the {state['stage']} checkpoint describes no model ({reason}); train it again") from None
     if "head.weight" in weights:
         model = RewardModel(model)

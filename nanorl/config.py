@@ -42,7 +42,8 @@ class StageConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of data, initial weights and sampling")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<index> or mps")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it is native")
-    resume: str | None = Field(None, min_length=1, description="latest, or the path of a checkpoint, to go on from")
+    resume: str | None = Field(None, min_length=1, description="the checkpoint to go on from: latest, auto (latest, "
+                               "where there is one) or a path")
     keep_last: int = Field(2, ge=1, description="checkpoints of this stage to keep")
     tracker: Literal["none", "wandb", "tensorboard"] = Field("none", description="where metrics also go")
 

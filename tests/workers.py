@@ -1,22 +1,27 @@
 """What the processes of the distributed tests run; a spawned process imports it by name."""
 
+import contextlib
 import hashlib
+import io
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 from unittest.mock import patch
 
 import torch
+from tiny_run import COMMON, STAGES, config_of
 from torch import nn
 
-from nanorl import distributed, launch, stopping
+from nanorl import checkpoint, distributed, evaluate, launch, stopping
+from nanorl.__main__ import main
 from nanorl.config import StageConfig
 from nanorl.generate import Completions, left_pad
 from nanorl.metrics import Metrics
 from nanorl.rollout import Rollout, assemble, recompute_logprobs
-from nanorl.train import grpo, ppo, preference, pretrain, reward, sft
-from nanorl.train.progress import Run
+from nanorl.train import grpo, ppo, preference, pretrain, reward, rl, sft, supervised
+from nanorl.train.progress import Run, accumulate
 
 
 def group_report(folder: str) -> dict:
@@ -159,3 +164,126 @@ def endless(cfg: CourseConfig) -> Iterator[dict]:
     for step in itertools.count(1):
         yield {"step": step, "loss": float("nan"), "threads": torch.get_num_threads(), "seed": cfg.seed}
         time.sleep(0.1)
+
+
+# ---- a run that goes on with another number of processes -------------------------------------------------
+
+SMALL = dict(micro_batch_size=1, max_grad_norm=0.1, optimizer="adamw")  # why not Muon: see `course`
+
+
+class Noted:
+    """Batches, and in `rows` what all ranks together got of each."""
+
+    def __init__(self, source, rows: list):
+        self.source, self.rows = source, rows
+
+    def __next__(self):
+        batch = next(self.source)
+        self.rows.append(sorted(distributed.gather_objects(rows_of(batch))))
+        return batch
+
+    @property
+    def position(self) -> int:
+        return self.source.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.source.position = value
+
+
+def rows_of(batch: dict | list) -> list:
+    """The token ids of each row, padding left out, or the numbers of the prompts."""
+    if isinstance(batch, list):
+        return [number for number, _ in batch]
+    kept = batch.get("documents", batch["tokens"]) >= 0
+    return [row[keep].tolist() for row, keep in zip(batch["tokens"], kept, strict=True)]
+
+
+def leg(stage: str, last: int | None = None, **changes) -> dict:
+    """Train a stage up to step `last` of its run, or to its end, a checkpoint a step: its records, the rows of each
+    batch, and where in the data the run is then. A supervised stage takes several micro-batches on each rank, and each
+    gradient is clipped."""
+    small = {} if stage in ("ppo", "grpo") else SMALL
+    cfg, rows, records = config_of(stage, **small, save_every=1, **changes), [], []
+    train, stream = supervised.train, grpo.PromptStream
+
+    def noting(cfg: StageConfig, job: supervised.Job, device: torch.device) -> Iterator[dict]:
+        job.batches = Noted(job.batches, rows)
+        return train(cfg, job, device)
+
+    with (patch.object(supervised, "train", noting),
+          patch.object(grpo, "PromptStream", lambda *args: Noted(stream(*args), rows)),
+          patch.object(ppo, "PromptStream", lambda *args: Noted(stream(*args), rows))):
+        steps = STAGES[stage][0](cfg)
+        for record in steps:
+            records.append(record)
+            if record["step"] == last:
+                break
+        steps.close()
+    state = checkpoint.load(checkpoint.latest(cfg.folder))
+    return {"records": records, "rows": rows, "position": state["position"], "finished": state["finished"]}
+
+
+def on_two_ranks(last: dict[str, int]) -> dict:
+    """Each stage, begun elsewhere, up to a step, and what else two ranks are asked at this opportunity."""
+    device = distributed.setup(torch.device("cpu"))
+    return {"legs": {stage: leg(stage, step, resume="latest", label=f"{stage}-moved") for stage, step in last.items()},
+            "whole": leg("sft", label="sft-two"), "moments": moments_of_a_share(), "reductions": reductions(device),
+            "written": written(), "eval": judged()}
+
+
+def moments_of_a_share() -> tuple[float, float]:
+    """Mean and variance over all ranks of five rows, of which a rank has its share, and of which fewer and fewer
+    values count."""
+    x = torch.arange(20.0).view(5, 4).square()
+    mask = torch.arange(4) < torch.tensor([4, 3, 2, 1, 0])[:, None]
+    mine = distributed.shard(torch.arange(5))
+    return rl.moments(x[mine], mask[mine])
+
+
+def reductions(device: torch.device) -> int:
+    """How often the ranks meet to average gradients in a step of three micro-batches."""
+    model, times = distributed.wrap(nn.Linear(1, 1), device), []
+
+    def note(_, bucket):
+        times.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, note)
+    for x in accumulate(model, torch.ones(3, 1, 1)):
+        model(x).sum().backward()
+    return len(times)
+
+
+def written() -> list[str]:
+    """What a rank writes in the first step of GRPO where all ranks are given the same prompts."""
+    texts, act, stream = [], rl.act, grpo.PromptStream
+
+    def noting(*args) -> Rollout:
+        rollout = act(*args)
+        texts.extend(rollout.texts)
+        return rollout
+
+    with (patch.object(grpo, "act", noting),
+          patch.object(grpo, "PromptStream", lambda problems, size, seed, *_: stream(problems, size, seed))):
+        list(STAGES["grpo"][0](config_of("grpo", steps=1, label="grpo-same")))
+    return texts
+
+
+def judged() -> tuple[dict | None, list]:
+    """The record that `eval` prints, None on a rank that prints nothing, and what was answered to each of its three
+    questions, (problems, answers). Leaves the process group."""
+    settings = COMMON | {"preset": "smoke", "eval_problems": 12, "eval_group": 4, "max_new_tokens": 8}
+    printed, texts, answer = io.StringIO(), [], evaluate.answer
+
+    def noting(*args, **kwargs) -> evaluate.Answers:
+        answers = answer(*args, **kwargs)
+        texts.append(answers.texts)
+        return answers
+
+    with (patch.object(evaluate, "BATCH", 8), patch.object(evaluate, "answer", noting),  # several batches
+          contextlib.redirect_stdout(printed)):
+        assert main(["eval", "--of=sft", *(f"--{name}={value}" for name, value in settings.items())]) == 0
+    return json.loads(printed.getvalue() or "null"), texts
