@@ -42,7 +42,7 @@ def run_through(cfg) -> None:
         list(STAGES[cfg.stage][0](cfg))
     except stopping.Stopped as stopped:
         assert stopped.status == 143
-        resume = "latest" if str(stopped).endswith("go on with --resume") else None
+        resume = "latest" if "go on with --resume" in str(stopped) else None
         assert resume or str(stopped).endswith("there is nothing to save; start it again")
         list(STAGES[cfg.stage][0](cfg.model_copy(update={"resume": resume})))
 

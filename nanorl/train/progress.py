@@ -61,7 +61,8 @@ class OptimConfig(StageConfig):
         """What a run that was asked to stop says as it leaves."""
         if not step:
             return f"{self.stage} stopped in its first step, there is nothing to save; start it again"
-        return f"{self.stage} stopped after step {step} of {self.steps}, saved in {self.folder}; go on with --resume"
+        return (f"{self.stage} stopped after step {step} of {self.steps}, saved in {self.folder}; go on with --resume, "
+                "in a notebook with resume='latest' in the config")
 
 
 @dataclass
