@@ -42,8 +42,8 @@ def commands() -> dict[str, Command]:
     as_json = {"json": (bool, False, "print JSON for programs: a list, one record a stage")}
 
     def training(stage: str, summary: str, about: str, example: str) -> Command:
-        return Command(summary, about + "\n--resume goes on from its latest checkpoint, --resume PATH from another.",
-                       example, launch.STAGES[stage][1], run_stage, nproc)
+        return Command(summary, about + "\n--resume goes on from its latest checkpoint, --resume auto too where there "
+                       "is one, --resume PATH from another.", example, launch.STAGES[stage][1], run_stage, nproc)
 
     return {
         "prepare": Command(

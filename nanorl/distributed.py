@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Number = TypeVar("Number", int, float, Tensor)
+TIMEOUT = timedelta(minutes=30)
 
 
 def setup(device: torch.device) -> torch.device:
@@ -42,8 +43,11 @@ def setup(device: torch.device) -> torch.device:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if not _grouped():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30),
-                                device_id=device if device.type == "cuda" else None)
+        store, number, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # a restart must not find the addresses of dead ranks
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, store=store, rank=number,
+                                world_size=world, device_id=device if device.type == "cuda" else None)
     return device
 
 

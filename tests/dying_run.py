@@ -23,6 +23,7 @@ def close(run: Run, record: dict, samples: tuple = ()) -> Iterator[dict]:
     if death == f"{distributed.rank()}:{record['step']}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if how == "raise":
             raise KeyError("apples")
+        print(f"rank {distributed.rank()} is killed in step {record['step']}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     yield from close_step(run, record, samples)
 

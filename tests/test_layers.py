@@ -44,7 +44,7 @@ RISKS = ("shell", "allow_pickle")  # keywords
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load"}
 PURE_CALLS = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "range", "len", "sum", "sorted",
               "chr", "zip", "enumerate", "str", "bytes", "int", "float", "math.log", "math.sqrt", "TypeVar",
-              "Path", "namedtuple", "Fraction", "Decimal", "type"}
+              "Path", "namedtuple", "Fraction", "Decimal", "type", "timedelta"}
 
 
 def module_name(path: Path) -> str:

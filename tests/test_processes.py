@@ -82,8 +82,7 @@ def test_moved_from_one_rank_to_two_and_back_it_loses_the_same(alone_and_moved, 
 
 def torchrun(*words: str) -> subprocess.Popen:
     """torchrun, whose words these are, in the home of the test."""
-    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "GLOO_SOCKET_IFNAME": "lo",
-           "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch leaves the addresses of dead ranks to the living
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *words], env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -119,7 +118,7 @@ def test_a_rank_that_is_killed_is_started_again_and_goes_on(two_ranks):
                    "0:4", *sft("sft-killed"), "--resume=auto")
     ((status, said, errors),) = end_of(job)
     assert status == 0, errors
-    assert errors.count("exitcode: -9") == 1 and said.count("sft: step 6, see") == 1
+    assert errors.count("rank 0 is killed in step 4") == 1 and said.count("sft: step 6, see") == 1
     assert same(left_in("sft-killed"), left_in("sft-two"))
 
 
@@ -151,7 +150,6 @@ def test_a_rank_that_fails_ends_the_job_in_its_own_words(home):
     ((status, _, errors),) = end_of(job)
     assert status == 1 and time.monotonic() - started < 30, errors
     assert "[rank1]: KeyError: 'apples'" in errors
-    assert "rank      : 1" in errors.partition("Root Cause")[2]
 
 
 # Two machines -----------------------------------------------------------------------------------------------

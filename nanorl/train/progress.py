@@ -197,8 +197,11 @@ def session(
 ) -> Iterator[Run]:
     """Hold the run's folder against a second run, listen for signals, and keep metrics, as long as the run lasts.
 
-    Raises ValueError where another run is using the folder.
+    Raises ValueError where another run is using the folder, or ranks would go on from different steps.
     """
+    if len(steps := set(distributed.gather_objects([progress.step]))) > 1:
+        raise ValueError(f"ranks would go on from steps {', '.join(map(str, sorted(steps)))}; NANORL_HOME must be one "
+                         "folder that all machines see")
     logged = progress.step - progress.open
     with (storage.lock(cfg.folder) if distributed.is_main() else nullcontext(), listening() as stop,
           Metrics(cfg.folder, cfg.stage, cfg.steps, logged, cfg.tracker, cfg.model_dump()) as metrics):
