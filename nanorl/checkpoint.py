@@ -6,7 +6,7 @@ manifest `step_000123.json` beside it that holds its checksum. Nothing here know
 rank 0, from the unwrapped model.
 
 Keys of a state: model_state_dict, optimizer_state_dict, stage, cfg, model_cfg, step, finished, loss_history,
-rng, position, metrics, tokenizer_hash, parent, minutes.
+rng, position, metrics, best, tokenizer_hash, parent, minutes.
 """
 
 from __future__ import annotations

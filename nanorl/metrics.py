@@ -71,7 +71,12 @@ class Metrics:
         now = time.monotonic()
         if now - self.printed >= SECONDS_BETWEEN_LINES or record["step"] == self.bar.total:
             self.printed = now
-            tqdm.write(f"{self.stage} {one_line(record)}")
+            self.say(f"{self.stage} {one_line(record)}")
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar."""
+        if self.main:
+            tqdm.write(text)
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Append texts for reading to `samples.jsonl`, one JSON line each; each must hold "step"."""

@@ -1,6 +1,7 @@
 """Every trainer at the smallest size: what they leave, that they repeat, resume and split alike."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from nanorl import checkpoint
 from nanorl.metrics import read_metrics
 from nanorl.optim import Optimizers
 from nanorl.rewards.verifiers import gsm8k_reward
-from nanorl.train import grpo, ppo, progress
+from nanorl.train import grpo, ppo, progress, supervised
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 SUPERVISED = {"step", "loss", "lr", "grad_norm", "skipped", "tokens", "time/step", "time/tokens_per_second"}
@@ -77,6 +78,9 @@ def test_one_record_a_step_and_a_finished_checkpoint(stage, home):
     assert [r["tokens"] for r in records] == sorted({r["tokens"] for r in records})
     assert state["stage"] == stage and state["step"] == steps and state["finished"] is True
     assert state["loss_history"] == [r["loss"] for r in records] and state["metrics"] == records[-1]
+    name, better = ("dev_accuracy", max) if stage in REINFORCED else ("dev_loss", min)
+    best = better((records[step - 1] for step in looked), key=lambda record: record[name])
+    assert state["best"] == {"step": best["step"], name: best[name]}
     parents = {"pretrain": None, "sft": "pretrain step 80"}
     assert state["parent"] == parents.get(stage, "sft step 60")
     assert state["minutes"] == pytest.approx(sum(r["time/step"] for r in records) / 60)
@@ -155,6 +159,22 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(stage, optimizer, tmp_pat
     rest, _ = train(stage, optimizer=optimizer, save_every=half, resume="latest")
     assert [r["step"] for r in rest] == list(range(half + 1, steps + 1))
     assert same(left_behind(stage), whole)
+
+
+@pytest.mark.parametrize("stage, name, looks, best", [
+    ("sft", "dev_loss", [math.nan, 2.0, 1.5, 1.75, 1.5, 1.625], 3),
+    ("grpo", "dev_accuracy", [0.25, 0.5, 0.5, 0.125], 2),
+])
+def test_the_best_look_so_far_is_kept_and_told(stage, name, looks, best, monkeypatch, capsys):
+    """A loss that is no number is never the best, of equal ones it is the first, and a resumed run remembers it."""
+    found = iter(looks)
+    place = (supervised, "held_out") if stage == "sft" else (grpo, "look")
+    monkeypatch.setattr(*place, lambda *_: {name: next(found)})
+    first = train(stage, steps=best, eval_every=1)[1]
+    assert first["best"] == {"step": best, name: looks[best - 1]} and "better" not in capsys.readouterr().out
+    last = train(stage, steps=len(looks), eval_every=1, resume="latest")[1]
+    assert last["best"] == first["best"] and last["step"] == len(looks)
+    assert f"{stage} was better before: step {best}  {name} {looks[best - 1]}" in capsys.readouterr().out
 
 
 def test_a_finished_run_has_nothing_to_resume():

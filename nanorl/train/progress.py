@@ -13,7 +13,7 @@ from torch import nn
 
 from nanorl import checkpoint, distributed, runtime, storage
 from nanorl.config import StageConfig
-from nanorl.metrics import Metrics
+from nanorl.metrics import Metrics, one_line
 from nanorl.optim import Optimizers, build_optimizers, schedule
 from nanorl.stopping import GivenUp, Stop, check, listening, together
 from nanorl.tokenizer import Tokenizer
@@ -74,6 +74,7 @@ class Progress:
     minutes: float = 0.0  # time spent in steps, evaluation left out
     loss_history: list[float] = field(default_factory=list)
     history: dict[str, list[float]] = field(default_factory=dict)  # what controllers and monitors go by
+    best: dict[str, float] = field(default_factory=dict)  # step and figure of the best look at held-out data
     metrics: dict[str, float] = field(default_factory=dict)  # the record of the last step
     samples: list[dict] = field(default_factory=list)  # and its samples, where the step is open:
     open: bool = False  # a stop cut its look at held-out data short
@@ -84,6 +85,13 @@ class Progress:
         self.tokens += tokens
         self.minutes += seconds / 60
         self.loss_history.append(loss)
+
+    def compare(self, record: dict) -> None:
+        """Keep step and figure of a look at held-out data that is better than all before it: by its loss, in RL by
+        its accuracy."""
+        name, sign = ("dev_loss", -1) if "dev_loss" in record else ("dev_accuracy", 1)
+        if sign * record[name] > sign * self.best.get(name, -sign * math.inf):
+            self.best = {"step": record["step"], name: record[name]}
 
 
 def restore(
@@ -149,12 +157,15 @@ class Run:
         if self.cfg.look_due(progress.step):
             progress.metrics, progress.samples, progress.open = checkpoint.plain(record), list(samples), True
             record = record | self.look()
+            progress.compare(record)
         leaving = self.stop.due()
         self.metrics.log(record)
         self.metrics.keep_samples(samples)
         progress.metrics, progress.samples, progress.open = checkpoint.plain(record), [], False
         if self.cfg.save_due(progress.step) or leaving:
             self.save()
+        if progress.step == self.cfg.steps > progress.best.get("step", progress.step):
+            self.metrics.say(f"{self.cfg.stage} was better before: {one_line(progress.best)}")
         yield record
         if leaving:
             self.stop.leave(self.cfg.how_to_resume(progress.step))
